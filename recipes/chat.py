@@ -14,7 +14,6 @@ or whose tokenizer has no chat template. `--raw` and `--no-raw` choose.
 """
 
 import argparse
-import io
 import sys
 from functools import partial
 
@@ -57,9 +56,6 @@ def main(args: argparse.Namespace) -> None:
     )
     title = f"{name}{', a base model: it continues your text' if is_raw else ''}"
     if args.prompt is None:
-        # Python would raise at a line that is not UTF-8.
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
         print(f"{title}\n/help lists the commands.")
         chat.talk()
         return

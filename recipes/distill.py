@@ -19,10 +19,10 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import begin_run, train_on_rows
+from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.training.training_arguments import DistillationTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments)
@@ -52,15 +52,16 @@ def main(
     # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_rows(data_args, training_args, tokenizer)
-    train_on_rows(
-        DistillationTrainer,
+    # Without --use_peft, `add_adapter` returns the model unchanged.
+    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
+    train_on(
         rows,
+        model,
+        DistillationTrainer,
         stage=f"distillation from {Path(distillation_args.teacher_name_or_path).name}",
         recipe="distill",
         checkpoint=checkpoint,
-        model_args=model_args,
-        adapter_args=adapter_args,
-        data_args=data_args,
+        base_model=model_args.model_name_or_path,
         training_args=training_args,
         teacher=teacher,
         distillation_args=distillation_args,

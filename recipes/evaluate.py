@@ -14,25 +14,21 @@ reproduces the validation metrics that this run printed at its end. It writes al
 the `model-index` of the model card, in the model's directory.
 """
 
-import importlib.metadata
-from typing import Any
-
 from transformers.trainer_callback import PrinterCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.preparation import PackedRows, load_rows
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.pushing import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.metrics import METRICS
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,
+    begin_results,
     expand_tasks,
     format_results,
+    load_validation,
     write_results,
 )
 from hf_pretrain.stages.terminal_chat import is_base_model
@@ -48,18 +44,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
     tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
-    # A hash of the text chooses the validation set, so these are the documents that training has left out.
-    # rejected.jsonl belongs to the training run, so an evaluation writes none.
-    rows = (
-        load_rows(data_args, training_args, tokenizer, is_evaluation=True, keep_rejected=False)
-        if data_args.validation_fraction > 0
-        else PackedRows(tokenizer, ["Validation: nothing"])
-    )
-    if rows.eval is None and not training_args.tasks:
-        raise UserError(
-            f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
-            f"{', '.join(data_args.dataset_name)} to evaluate on. Use 1 to evaluate on all of them."
-        )
+    rows = load_validation(data_args, training_args, tokenizer)
 
     announce("evaluating")
     trainer = MaskedLossTrainer(
@@ -71,16 +56,10 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     # The report below holds the figures that this callback would print.
     trainer.remove_callback(PrinterCallback)
     metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
-    report = rows.report[-1].removeprefix("Validation: ")
-    facts = RunFacts(datasets=data_args.dataset_name, data_kind=data_args.kind_name)
-    results: dict[str, Any] = {
-        # This key keeps its older name for programs that read the file.
-        "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
-        "data": f"{facts.data_name} in sequences of {data_args.max_length}: {report}",
-        "tasks": {},
-        "limit": training_args.limit,
-        "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
-    }
+    facts = RunFacts(datasets=rows.names, data_kind=rows.kind)
+    results = begin_results(
+        metrics, facts, rows.report[-1], max_length=data_args.max_length, limit=training_args.limit
+    )
     if training_args.tasks:
         if is_main and metrics:
             # Tasks may fail late, for example if their data cannot be downloaded.
@@ -88,19 +67,15 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         # Only tasks need lm-eval, an optional package.
         from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
 
-        is_chat = training_args.apply_chat_template
-        if is_chat is None:
-            is_chat = not is_base_model(name, trainer.model, tokenizer)
-        results["apply_chat_template"] = is_chat
+        if training_args.apply_chat_template is None:
+            training_args.apply_chat_template = not is_base_model(name, trainer.model, tokenizer)
+        results["apply_chat_template"] = training_args.apply_chat_template
         results["tasks"] = evaluate_tasks(
             trainer.model.eval(),
             tokenizer,
             expand_tasks(training_args.tasks),
-            include_path=training_args.include_path,
-            num_fewshot=training_args.num_fewshot,
-            limit=training_args.limit,
-            batch_size=training_args.per_device_eval_batch_size,
-            is_chat=is_chat,
+            **training_args.task_options,
+            is_chat=training_args.apply_chat_template,
         )
     # All ranks hold the same figures; one writes them.
     if is_main:

@@ -19,10 +19,10 @@ from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import begin_run, train_on_rows
+from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)
@@ -41,15 +41,18 @@ def main(
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     train_tokenizer = partial(load_or_train_tokenizer, tokenizer_name, vocab_size=model_args.vocab_size)
     rows = load_rows(data_args, training_args, train_tokenizer)
-    train_on_rows(
-        MaskedLossTrainer,
+    # Without --use_peft, `add_adapter` returns the model unchanged.
+    model = add_adapter(
+        load_model(model_args, rows.tokenizer, distributed=training_args.distributed_config), adapter_args
+    )
+    train_on(
         rows,
+        model,
+        MaskedLossTrainer,
         stage="pretraining",
         recipe="pretrain",
         checkpoint=checkpoint,
-        model_args=model_args,
-        adapter_args=adapter_args,
-        data_args=data_args,
+        base_model=model_args.model_name_or_path,
         training_args=training_args,
     )
 

@@ -35,7 +35,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.serving import check_ports, serve_model
+    from hf_pretrain.stages.serving import check_ports, serve_model, stop_servers
 
 
 def main(args: argparse.Namespace) -> None:
@@ -69,7 +69,6 @@ def main(args: argparse.Namespace) -> None:
             continuous_batching=args.continuous_batching,
             chat_template_kwargs=json.dumps(thinking_variables(thinking)),
             default_seed=args.seed,
-            log_level="warning",
         )
         for name, number in zip(names, ports, strict=True)
     ]
@@ -77,10 +76,7 @@ def main(args: argparse.Namespace) -> None:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
         open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False)
-        for server in servers:
-            # Do not wait for the end of the answers, which may be long.
-            server.server.force_exit = True
-            server.kill_server()
+        stop_servers(servers)
 
 
 def make_parser() -> RecipeParser:

@@ -20,10 +20,10 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.end_report import format_preview
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import begin_run, train_on_rows
+from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments)
@@ -46,15 +46,16 @@ def main(
     if data_args.preview:
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return
-    train_on_rows(
-        MaskedLossTrainer,
+    # Without --use_peft, `add_adapter` returns the model unchanged.
+    model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
+    train_on(
         rows,
+        model,
+        MaskedLossTrainer,
         stage="fine-tuning on conversations",
         recipe="sft",
         checkpoint=checkpoint,
-        model_args=model_args,
-        adapter_args=adapter_args,
-        data_args=data_args,
+        base_model=model_args.model_name_or_path,
         training_args=training_args,
     )
 

@@ -86,14 +86,21 @@ class DataCollatorForPackedRows:
         # Either all rows have weights or none has.
         if "loss_mask" in features[0]:
             arrays["loss_mask"] = loss_mask
-        # Compute the documents here on the CPU. The model would have to wait for the GPU in each forward pass.
-        starts = np.flatnonzero(position_ids == 0)
-        cu_seq_lens = np.append(starts, position_ids.size).astype(np.int32)
-        arrays["cu_seq_lens_q"] = cu_seq_lens
-        batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        # Round up to 128: attention kernels work on blocks of 128 queries, and torch.compile compiles a new graph for
-        # each distinct value.
-        return batch | {"max_length_q": int(-(-np.diff(cu_seq_lens).max() // 128) * 128)}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()} | _find_documents(position_ids)
+
+
+def _find_documents(position_ids: np.ndarray) -> dict[str, Any]:
+    """
+    Return the bounds of the documents in a batch, and the length of the longest one.
+
+    Without them, the model would have to wait for the GPU in each forward pass.
+    """
+    starts = np.flatnonzero(position_ids == 0)
+    cu_seq_lens = np.append(starts, position_ids.size).astype(np.int32)
+    # Round up to 128: attention kernels work on blocks of 128 queries, and torch.compile compiles a new graph for each
+    # distinct value.
+    longest = int(-(-np.diff(cu_seq_lens).max() // 128) * 128)
+    return {"cu_seq_lens_q": torch.from_numpy(cu_seq_lens), "max_length_q": longest}
 
 
 def _without_padding(feature: dict[str, Any]) -> dict[str, Any]:

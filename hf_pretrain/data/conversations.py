@@ -59,37 +59,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
             one of its answers is empty.
     """
     record = _check_record(record)
-    # If a record has the fields of several kinds, the order of `CONVERSATION_KEYS` decides, but not by an empty field.
-    if kind is None:
-        for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
-            kind = kind or next((kind for kind, keys in CONVERSATION_KEYS.items() if names >= keys), None)
-    if kind is None or not record.keys() >= CONVERSATION_KEYS[kind]:
-        kinds = CONVERSATION_KEYS.values() if kind is None else [CONVERSATION_KEYS[kind]]
-        # Two kinds have the same fields.
-        wanted = " or ".join(dict.fromkeys(" with ".join(sorted(keys)) for keys in kinds))
-        raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}")
-    if kind == "prompt_completion":
-        messages, tools = read_turn(record["prompt"], "prompt", "user")
-        messages += read_turn(record["completion"], "completion", "assistant")[0]
-    elif kind == "alpaca":
-        question = "\n".join(
-            as_text(record[key], key) for key in ("instruction", "input") if not is_blank(record.get(key))
-        )
-        # `history` holds earlier pairs of question and answer.
-        history = record.get("history")
-        turns = [*([] if is_blank(history) else parsed_as(history, "history", list)), (question, record["output"])]
-        if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
-            raise BadRecord("'history' is no list of pairs of question and answer; fix or drop the line")
-        messages, tools = [], None
-        for asked, answered in turns:
-            messages += [
-                make_message("user", as_text(asked, "history")),
-                make_message("assistant", as_text(answered, "output")),
-            ]
-    else:
-        # The remaining kinds have a single field, which holds the messages.
-        (key,) = CONVERSATION_KEYS[kind]
-        messages, tools = read_messages(record[key], key)
+    messages, tools = _read_kind(record, _find_kind(record, kind))
     if not is_blank(record.get("system")) and messages[0]["role"] != "system":
         messages = [make_message("system", as_text(record["system"], "system")), *messages]
     if not any(message["role"] == "assistant" for message in messages):
@@ -100,6 +70,46 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
     if any(weight != 1 for weight in weights):
         parts["weights"] = weights
     return _write(parts, record, tools)
+
+
+def _find_kind(record: dict[str, Any], kind: str | None) -> str:
+    """Return the kind of a record, by default the first one whose fields it has; raise `BadRecord` without them."""
+    # If a record has the fields of several kinds, the order of `CONVERSATION_KEYS` decides, but not by an empty field.
+    if kind is None:
+        for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
+            kind = kind or next((kind for kind, keys in CONVERSATION_KEYS.items() if names >= keys), None)
+    if kind is not None and record.keys() >= CONVERSATION_KEYS[kind]:
+        return kind
+    kinds = CONVERSATION_KEYS.values() if kind is None else [CONVERSATION_KEYS[kind]]
+    # Two kinds have the same fields.
+    wanted = " or ".join(dict.fromkeys(" with ".join(sorted(keys)) for keys in kinds))
+    raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}")
+
+
+def _read_kind(record: dict[str, Any], kind: str) -> tuple[list[dict], list | None]:
+    """Return the messages of a record of a known kind, and the tools that one of them holds."""
+    if kind == "prompt_completion":
+        messages, tools = read_turn(record["prompt"], "prompt", "user")
+        return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
+    if kind == "alpaca":
+        return _read_alpaca(record), None
+    # The other kinds have a single field, which holds the messages.
+    (key,) = CONVERSATION_KEYS[kind]
+    return read_messages(record[key], key)
+
+
+def _read_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of an Alpaca record, whose `history` holds earlier pairs of question and answer."""
+    asked = [as_text(record[key], key) for key in ("instruction", "input") if not is_blank(record.get(key))]
+    history = record.get("history")
+    turns = [*([] if is_blank(history) else parsed_as(history, "history", list)), ("\n".join(asked), record["output"])]
+    if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
+        raise BadRecord("'history' is no list of pairs of question and answer; fix or drop the line")
+    messages = []
+    for question, answer in turns:
+        messages += [make_message("user", as_text(question, "history"))]
+        messages += [make_message("assistant", as_text(answer, "output"))]
+    return messages
 
 
 def read_preference(record: Any) -> str:

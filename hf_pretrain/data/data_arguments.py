@@ -110,6 +110,11 @@ class DataArguments(SourceArguments):
         return "text"
 
     @property
+    def kind_name(self) -> str:
+        """Name of the records in messages to users."""
+        return "text"
+
+    @property
     def encoder(self) -> ConversationEncoder | None:
         """Encoder of conversations; `None` for text."""
         return None
@@ -192,7 +197,6 @@ class ChatArguments(DataArguments):
 
     @property
     def kind_name(self) -> str:
-        """Name of the records in messages to users."""
         return "text" if self.dataset_kind == "text" else "conversations"
 
     @property

@@ -112,17 +112,9 @@ def load_documents(
     # Conversations and preferences need all columns of a file, texts only one.
     column = text_column if schema == "text" else None
     rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
-    parts = heads = [_keep_documents(part, rejected) for part in rows]
-    if streaming:
-        # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
-        scan = VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL
-        # The run reads these documents again: training filters the whole stream by the same hash.
-        heads = [_in_memory(part.take(scan)) for part in parts]
-    for name, head in zip(dataset_names, heads, strict=True):
-        if len(head) == 0:
-            raise UserError(f"{name} holds no document to train on.{rejected.describe()}")
-    rejected.check_ratio()
-
+    parts = [_keep_documents(part, rejected) for part in rows]
+    # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
+    heads = _read_heads(dataset_names, parts, VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL, rejected)
     validation = datasets.concatenate_datasets(
         [split_documents(head, 0.0, validation_fraction, num_proc) for head in heads]
     )
@@ -133,15 +125,31 @@ def load_documents(
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
     train, passes = _mix(list(zip(dataset_names, parts, strict=True)), weights, seed)
-    if streaming:
-        # Every dataset derived from the stream inherits this text. A resumed run compares it with the text in its
-        # checkpoint.
-        described = [part.info.description for part in rows]
-        train.info.description = str((described, weights, validation_fraction, train_fraction))
-    else:
+    # Every dataset derived from a stream inherits this text. A resumed run compares it with the one in its checkpoint.
+    described = str(([part.info.description for part in rows], weights, validation_fraction, train_fraction))
+    if not streaming:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        train.info.description = "; ".join(filter(None, (share, rejected.describe_counts(), passes)))
+        described = "; ".join(filter(None, (share, rejected.describe_counts(), passes)))
+    train.info.description = described
     return train, validation
+
+
+def _read_heads(
+    names: list[str], parts: list[Dataset | IterableDataset], scan: int, rejected: RejectedLines
+) -> list[Dataset]:
+    """
+    Return the documents that the validation set comes from: all of a dataset, and the first `scan` of a stream.
+
+    Raises:
+        `ValueError`: if a name leads to no document, or if too many lines are bad.
+    """
+    # The run reads these documents again: training filters the whole stream by the same hash.
+    heads = [_in_memory(part.take(scan)) if isinstance(part, IterableDataset) else part for part in parts]
+    for name, head in zip(names, heads, strict=True):
+        if len(head) == 0:
+            raise UserError(f"{name} holds no document to train on.{rejected.describe()}")
+    rejected.check_ratio()
+    return heads
 
 
 def _check_arguments(

@@ -119,37 +119,21 @@ def prepare_rows(
         raise UserError("packing_strategy='wrapped' would cut conversations apart. Use bfd or none.")
     # Text needs no weights: every token has the weight 1.
     is_weighted = encoder is not None
-    features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
     encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
-    # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache. The
-    # backend's JSON does not name bos and eos, which `encode_documents` adds.
-    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    key = digest(tokenizer.backend_tokenizer.to_str(), ends)
-    if is_weighted:
-        key = digest(key, encoder, tokenizer.chat_template, max_length)
+    key = _encoding_key(tokenizer, encoder, max_length)
+    features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
     if isinstance(documents, IterableDataset):
-        fn_kwargs = {**how, "encode": encode}
-        rows = documents.map(_encode_and_pack_batch, fn_kwargs=fn_kwargs, remove_columns=["text"], **packing)
+        how["encode"] = encode
+        rows = documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **packing)
         # A resumed run compares this text with the one in its checkpoint.
-        rows.info.description = str((documents.info.description, key, how))
+        rows.info.description = str((documents.info.description, key, max_length, packing_strategy))
         return rows, None
-    num_processes = count_processes(len(documents), num_proc)
-    if num_processes is not None:
-        # NOTE: the threads of `tokenizers` do not survive a fork, and each process has one core anyway.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
     announce("tokenizing and packing")
     tokens_key = cache_key(documents._fingerprint, key)
-    tokens = documents.map(
-        encode,
-        batched=True,
-        remove_columns=["text"],
-        features=Features(WEIGHTED_TOKEN_FEATURES if is_weighted else TOKEN_FEATURES),
-        num_proc=num_processes,
-        new_fingerprint=tokens_key,
-        desc="tokenizing",
-    )
+    token_features = Features(WEIGHTED_TOKEN_FEATURES if is_weighted else TOKEN_FEATURES)
+    tokens = _encode(documents, encode, token_features, key=tokens_key, num_proc=num_proc)
     # The Arrow format passes whole tables to `_pack_batch`, without a Python object per token.
     rows = tokens.with_format("arrow").map(
         _pack_batch,
@@ -159,16 +143,47 @@ def prepare_rows(
         **packing,
     )
     rows = rows.with_format(None)
+    return rows, _report(documents, tokens, rows, max_length)
+
+
+def _encoding_key(tokenizer: PreTrainedTokenizerFast, encoder: ConversationEncoder | None, max_length: int) -> str:
+    """
+    Return a digest of everything that decides which tokens a document gets.
+
+    NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
+    """
+    # The backend's JSON does not name bos and eos, which `encode_documents` adds.
+    key = digest(tokenizer.backend_tokenizer.to_str(), (tokenizer.bos_token_id, tokenizer.eos_token_id))
+    # Text is not cut before it is packed, so its tokens do not depend on `max_length`.
+    return key if encoder is None else digest(key, encoder, tokenizer.chat_template, max_length)
+
+
+def _encode(
+    documents: Dataset, encode: Callable[..., dict[str, list]], features: Features, *, key: str, num_proc: int | None
+) -> Dataset:
+    """Return the tokens of documents, one row each."""
+    num_processes = count_processes(len(documents), num_proc)
+    if num_processes is not None:
+        # NOTE: the threads of `tokenizers` do not survive a fork, and each process has one core anyway.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return documents.map(
+        encode,
+        batched=True,
+        remove_columns=["text"],
+        features=features,
+        num_proc=num_processes,
+        new_fingerprint=key,
+        desc="tokenizing",
+    )
+
+
+def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
+    """Count documents, tokens and rows; raise `ValueError` if there are none."""
     if len(rows) == 0:
         raise UserError(
             f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
             "Raise --max_length, or look at the rows with --preview."
         )
-    return rows, _report(documents, tokens, rows, max_length)
-
-
-def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
-    """Count documents, tokens and rows."""
     lengths = pc.list_value_length(tokens.data.column("input_ids"))
     num_dropped = pc.sum(pc.equal(lengths, 0)).as_py() or 0
     num_tokens_in = pc.sum(lengths).as_py() or 0

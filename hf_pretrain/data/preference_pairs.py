@@ -4,14 +4,49 @@ import json
 import os
 
 from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..runtime.errors import UserError
+from ..tokenizer.chat_template import mark_template
 from .caching import cache_key, count_processes
+from .data_arguments import SourceArguments
 from .encoding import encode_conversation
+from .preparation import PreparedData, print_report
 
 
 PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
+
+
+def load_pairs(
+    data_args: SourceArguments, training_args: TrainingArguments, tokenizer: PreTrainedTokenizerFast
+) -> PreparedData:
+    """
+    Return preferences as rows of token ids. The main process prepares them, and the other ranks read its cache.
+
+    Args:
+        data_args ([`~data.data_arguments.SourceArguments`]): the data.
+        training_args ([`~stages.dpo.DPOTrainingArguments`]): gives the ranks, the seed, `max_length`, and the
+            directory of `rejected.jsonl`.
+        tokenizer ([`PreTrainedTokenizerFast`]): a chat template that does not mark assistant tokens gets the marks.
+
+    Raises:
+        `ValueError`: in the cases of [`~data.documents.load_documents`], [`prepare_pairs`] and
+            [`~tokenizer.chat_template.mark_template`].
+    """
+    # The loss compares only the text that the template marks.
+    mark_template(tokenizer)
+    with training_args.main_process_first(desc="preparing the data"):
+        documents = data_args.load_documents(training_args, schema="preference")
+        (train, train_report), (validation, eval_report) = (
+            prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
+            for part in documents
+        )
+    report = [f"Training: {train_report}", f"Validation: {eval_report}"]
+    print_report(report, training_args)
+    data = PreparedData(tokenizer, report, data_args.dataset_name, "preferences", train)
+    if len(validation):
+        data.eval, data.conversations = validation, documents[1]
+    return data
 
 
 def prepare_pairs(

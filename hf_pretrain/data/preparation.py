@@ -7,29 +7,38 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..tokenizer.chat_template import mark_template
+from .collators import DataCollatorForPackedRows
 from .data_arguments import ChatArguments, DataArguments
 
 
 @dataclass
-class PackedRows:
+class PreparedData:
     """
-    Packed sequences, with their tokenizer and a report.
+    The data of a run in the form that its trainer reads.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer that made the tokens.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of the run.
         report (`list[str]`): lines with the numbers of documents, tokens and rows, for the terminal and the model
             card.
-        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): training rows of
-            [`~data.packing.prepare_rows`]; `None` in an evaluation.
+        names (`list[str]`): names of the datasets.
+        kind (`str`): `text`, `conversations`, `preferences` or `tasks`.
+        train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): training rows; `None` in an
+            evaluation.
         eval ([`~datasets.Dataset`], *optional*): validation rows; `None` without a validation set.
-        conversations ([`~datasets.Dataset`], *optional*): the conversations of the validation rows; `None` for text.
+        conversations ([`~datasets.Dataset`], *optional*): conversations or preferences of the validation set, in the
+            internal form; `None` for text and tasks.
+        collator ([`~data.collators.DataCollatorForPackedRows`], *optional*): collates packed sequences; `None` for
+            other rows.
     """
 
     tokenizer: PreTrainedTokenizerFast
     report: list[str]
+    names: list[str]
+    kind: str = "text"
     train: Dataset | IterableDataset | None = None
     eval: Dataset | None = None
     conversations: Dataset | None = None
+    collator: DataCollatorForPackedRows | None = None
 
 
 def load_rows(
@@ -39,7 +48,7 @@ def load_rows(
     *,
     is_evaluation: bool = False,
     keep_rejected: bool = True,
-) -> PackedRows:
+) -> PreparedData:
     """
     Return documents as packed sequences. The main process prepares them, and the other ranks read its cache.
 
@@ -73,8 +82,21 @@ def load_rows(
     report = [f"Validation: {eval_report or 'nothing'}"]
     if not is_evaluation:
         report.insert(0, f"Training: {train_report or 'streamed'}")
-    # The plan of a dry run shows the same lines.
-    if training_args.process_index == 0 and not is_evaluation and not getattr(training_args, "dry_run", False):
+        print_report(report, training_args)
+    return PreparedData(
+        tokenizer,
+        report,
+        data_args.dataset_name,
+        data_args.kind_name,
+        train_rows,
+        eval_rows,
+        conversations=eval_documents if eval_rows is not None and data_args.encoder is not None else None,
+        # Give all sequences one length: torch.compile would compile again for each new length.
+        collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
+    )
+
+
+def print_report(report: list[str], training_args: TrainingArguments) -> None:
+    """Print the report on the main process, except in a dry run, whose plan shows the same lines."""
+    if training_args.process_index == 0 and not getattr(training_args, "dry_run", False):
         print("\n".join(report))
-    has_answers = eval_rows is not None and data_args.encoder is not None
-    return PackedRows(tokenizer, report, train_rows, eval_rows, eval_documents if has_answers else None)

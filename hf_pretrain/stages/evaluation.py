@@ -2,6 +2,7 @@
 Arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, tables, and the card's `model-index`.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
+from transformers import PreTrainedTokenizerFast
 
 from ..checkpoints.directory import find_newest_run
 from ..data.data_arguments import ChatArguments
+from ..data.preparation import PreparedData, load_rows
 from ..hub.model_card import RunFacts, add_results, validation_results
 from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
@@ -95,6 +98,12 @@ class EvaluationArguments(LMTrainingArguments):
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
 
+    @property
+    def task_options(self) -> dict[str, Any]:
+        """Options of [`~stages.lm_eval_tasks.evaluate_tasks`]."""
+        options = {"include_path": self.include_path, "num_fewshot": self.num_fewshot, "limit": self.limit}
+        return options | {"batch_size": self.per_device_eval_batch_size}
+
     def settle(self, model_name_or_path: str | None) -> str:
         """
         Return the model to evaluate, and set `output_dir` to the directory of its results.
@@ -118,6 +127,52 @@ class EvaluationArguments(LMTrainingArguments):
         self.output_dir = self.results_dir or name
         check_output(self.output_dir, "--results_dir")
         return name
+
+
+def load_validation(
+    data_args: ValidationArguments, training_args: EvaluationArguments, tokenizer: PreTrainedTokenizerFast
+) -> PreparedData:
+    """
+    Return the validation set as packed sequences. A hash of the text chooses it, so it holds the documents that the
+    training has left out.
+
+    Raises:
+        `ValueError`: if there is neither a document nor a task to evaluate on.
+    """
+    if data_args.validation_fraction > 0:
+        # rejected.jsonl belongs to the training run, so an evaluation writes none.
+        data = load_rows(data_args, training_args, tokenizer, is_evaluation=True, keep_rejected=False)
+    else:
+        data = PreparedData(tokenizer, ["Validation: nothing"], data_args.dataset_name, data_args.kind_name)
+    if data.eval is None and not training_args.tasks:
+        raise UserError(
+            f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
+            f"{', '.join(data_args.dataset_name)} to evaluate on. Use 1 to evaluate on all of them."
+        )
+    return data
+
+
+def begin_results(
+    metrics: dict[str, float], facts: RunFacts, report: str, *, max_length: int, limit: float | None
+) -> dict[str, Any]:
+    """
+    Return the content of `evaluation.json` without results of tasks.
+
+    Args:
+        metrics (`dict[str, float]`): the metrics of the validation set; empty without one.
+        facts ([`~hub.model_card.RunFacts`]): the datasets and their kind.
+        report (`str`): the line that counts the documents of the validation set.
+        max_length (`int`): tokens per packed sequence.
+        limit (`float`, *optional*): the number of examples per task, or their share.
+    """
+    return {
+        # This key keeps its older name for programs that read the file.
+        "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
+        "data": f"{facts.data_name} in sequences of {max_length}: {report.removeprefix('Validation: ')}",
+        "tasks": {},
+        "limit": limit,
+        "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
+    }
 
 
 def format_results(results: dict[str, Any]) -> str:

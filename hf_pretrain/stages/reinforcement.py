@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
+from ..data.preparation import PreparedData
+from ..data.reward_tasks import load_tasks
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..tokenizer.control_tokens import template_errors, thinking_variables
 from ..training.resume_check import digest_weights
@@ -73,6 +76,47 @@ class TaskArguments:
     environment: str | None = field(
         default=None, metadata={"help": "module.path:Class of an environment that has reset(), and tools as methods."}
     )
+
+    def load_tasks(
+        self,
+        training_args: "GRPOTrainingArguments",
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        check: Callable[[dict[str, Any]], None],
+        describe_tools: bool,
+    ) -> PreparedData:
+        """
+        Load the tasks by [`~data.reward_tasks.load_tasks`].
+
+        Args:
+            training_args ([`GRPOTrainingArguments`]): gives the seed, the variables of the chat template, and the
+                directory of `rejected.jsonl`, which only the main process writes.
+            tokenizer ([`PreTrainedTokenizerFast`]): its chat template describes the tools of tasks.
+            check (`Callable`), describe_tools (`bool`): as in [`~data.reward_tasks.load_tasks`].
+
+        Raises:
+            `ValueError`: in the cases of [`~data.reward_tasks.load_tasks`].
+        """
+        variables = training_args.chat_template_kwargs or {}
+        is_main = training_args.process_index == 0
+        train, validation = load_tasks(
+            self.dataset_name,
+            validation_fraction=self.validation_fraction,
+            seed=training_args.seed,
+            describe_tools=describe_tools,
+            render=partial(tokenizer.apply_chat_template, tokenize=False, **variables),
+            max_rejected_ratio=self.max_rejected_ratio,
+            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
+            check=check,
+        )
+        report = [
+            f"Training: {len(train):,} tasks, {training_args.num_generations} completions each",
+            f"Validation: {len(validation):,} tasks",
+            f"Rewards: {', '.join(self.rewards)}",
+        ]
+        return PreparedData(
+            tokenizer, report, self.dataset_name, "tasks", train, validation if len(validation) else None
+        )
 
 
 @dataclass
@@ -275,11 +319,11 @@ class _OnlineTrainer(RouterLossMixin):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Do nothing: TRL counts tokens where it generates them."""
 
-    def last_answers(self, num_samples: int = 3) -> list[tuple[str, str]]:
-        """Return pairs of question and answer: the last prompts, each with one completion."""
+    def last_answers(self, model: PreTrainedModel) -> list[tuple[str, str]]:
+        """Return pairs of question and answer: the last three prompts, each with one completion of the model."""
         # The logs hold `num_generations_eval` consecutive completions of each prompt.
         every = slice(None, None, self.num_generations_eval)
-        prompts, completions = (list(self._logs[name])[every][-num_samples:] for name in ("prompt", "completion"))
+        prompts, completions = (list(self._logs[name])[every][-3:] for name in ("prompt", "completion"))
         return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

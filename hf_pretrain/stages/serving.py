@@ -103,7 +103,14 @@ def serve_model(name: str, *, host: str, port: int, non_blocking: bool = False, 
     model_manager.transformers.MiniMindForCausalLM = MiniMindForCausalLM
     # NOTE: the server has no limits, and no options to set any.
     server.build_server = partial(_build_guarded, name, f"http://{host}:{port}/v1")
-    return Serve(name, host=host, port=port, non_blocking=non_blocking, **options)
+    return Serve(name, host=host, port=port, non_blocking=non_blocking, log_level="warning", **options)
+
+
+def stop_servers(servers: list[Serve]) -> None:
+    """Stop servers that run in threads, without waiting for the end of their answers, which may be long."""
+    for server in servers:
+        server.server.force_exit = True
+        server.kill_server()
 
 
 def _build_guarded(name: str, url: str, manager: ModelManager, *args: Any, **kwargs: Any) -> FastAPI:

@@ -6,9 +6,11 @@ User input never becomes a control token ([`~tokenizer.control_tokens.encode_pro
 template splits an answer into reasoning, tool calls and content. Without such a template, the whole answer is content.
 """
 
+import io
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -225,6 +227,9 @@ class Chat:
 
     def talk(self) -> None:
         """Answer the lines that the user types, until one of them ends the chat."""
+        # Python would raise at a line that is not UTF-8.
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
         while True:
             try:
                 line = input(self.prompt)

@@ -53,6 +53,9 @@ class RunTrainer(Trainer):
         self.run_facts = run_facts or RunFacts()
         # Plain `TrainingArguments` have none of our flags.
         self.lm_args = args if isinstance(args, LMTrainingArguments) else None
+        if self.lm_args is not None and kwargs.get("eval_dataset") is None:
+            # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
+            self.lm_args.evaluate_never()
         self.signals, self._throughput = SignalListener(), Throughput()
         self._weight_decays: list[float] = []
         self._checkpoint: str | None = None

@@ -33,7 +33,6 @@ from ..weights.adapters import base_model_of
 from .base_trainer import RunTrainer
 from .measurements import Meter, RouterLoad, flops_per_token, known_peak
 from .stopping import end_nonfinite_run
-from .training_arguments import LMTrainingArguments
 
 
 # Tokens of each suspect row in the message about a step that is not finite.
@@ -75,9 +74,6 @@ class MaskedLossTrainer(RunTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ):
-        if eval_dataset is None and isinstance(args, LMTrainingArguments):
-            # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
-            args.evaluate_never()
         if data_collator is None:
             # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
             data_collator = DataCollatorForPackedRows(base_model_of(model).config.pad_token_id or 0)

@@ -4,22 +4,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from ..checkpoints.directory import remove_leftovers
-from ..data.collators import DataCollatorForPackedRows
-from ..data.data_arguments import ChatArguments, DataArguments
-from ..data.preparation import PackedRows
+from ..data.preparation import PreparedData
 from ..hub.model_card import RunFacts
 from ..hub.pushing import remove_staging
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
-from ..runtime.metrics import find_evaluations
+from ..runtime.metrics import NATS, find_evaluations
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
-from ..weights.adapters import AdapterArguments, add_adapter, base_model_of
-from ..weights.models import ModelArguments, load_model
+from ..weights.adapters import AdapterArguments, base_model_of
+from ..weights.models import ModelArguments
 from .base_trainer import RunTrainer
 from .callbacks import (
     LogLinesCallback,
@@ -38,7 +37,6 @@ from .end_report import (
     write_curve,
     write_run_page,
 )
-from .masked_loss_trainer import MaskedLossTrainer
 from .resume_check import describe_data
 from .run_directory import RunDirectory, now
 from .training_arguments import LMTrainingArguments, complete_learning_rate
@@ -228,61 +226,60 @@ def end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple[
     RunDirectory(training_args).release()
 
 
-def train_on_rows(
-    trainer_class: type[MaskedLossTrainer],
-    rows: PackedRows,
+def train_on(
+    data: PreparedData,
+    model: PreTrainedModel,
+    trainer_class: Callable[..., RunTrainer],
     *,
     stage: str,
     recipe: str,
     checkpoint: str | None,
-    model_args: ModelArguments,
-    adapter_args: AdapterArguments,
-    data_args: DataArguments,
+    base_model: str | None,
     training_args: LMTrainingArguments,
+    loss_unit: str = NATS,
+    sample: Callable[[Any, PreTrainedModel], list[tuple[str, str]]] | None = None,
     **kwargs: Any,
 ) -> None:
     """
-    Load the model, train it on packed sequences, evaluate, and report. All ranks must call this function.
+    Train a model on prepared data, evaluate, and report. All ranks must call this function.
 
     Args:
-        trainer_class (`type[MaskedLossTrainer]`): the trainer of the stage; `kwargs` are its own arguments.
-        rows ([`~data.preparation.PackedRows`]): the data and the tokenizer.
-        stage (`str`), recipe (`str`): as in [`~hub.model_card.RunFacts`].
+        data ([`~data.preparation.PreparedData`]): the data and the tokenizer.
+        model ([`~transformers.PreTrainedModel`]): the model, or an adapted one.
+        trainer_class (`type[RunTrainer]`): the trainer of the stage; `kwargs` are its own arguments.
+        stage (`str`), recipe (`str`), base_model (`str`, *optional*), loss_unit (`str`): as in
+            [`~hub.model_card.RunFacts`].
         checkpoint (`str`, *optional*): the result of [`begin_run`].
-        model_args, adapter_args, data_args, training_args: the arguments of the recipe.
+        training_args ([`LMTrainingArguments`]): the arguments of the recipe.
+        sample (`Callable`, *optional*): returns prompts and generated texts of the trainer and its model; by default
+            answers to questions of the validation set, or continuations of its texts.
     """
-    tokenizer = rows.tokenizer
-    model = load_model(model_args, tokenizer, distributed=training_args.distributed_config)
+    facts = RunFacts(
+        stage, recipe, data.names, data.report, base_model=base_model, loss_unit=loss_unit, data_kind=data.kind
+    )
+    if data.collator is not None:
+        kwargs["data_collator"] = data.collator
     trainer = trainer_class(
-        # Without --use_peft, `add_adapter` returns the model unchanged.
-        model=add_adapter(model, adapter_args),
+        model,
         args=training_args,
-        # Give all sequences one length: torch.compile would compile again for each new length.
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
-        train_dataset=rows.train,
-        eval_dataset=rows.eval,
-        processing_class=tokenizer,
-        run_facts=RunFacts(
-            stage=stage,
-            recipe=recipe,
-            datasets=data_args.dataset_name,
-            data=rows.report,
-            data_kind=data_args.kind_name if isinstance(data_args, ChatArguments) else "text",
-            base_model=model_args.model_name_or_path,
-        ),
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        processing_class=data.tokenizer,
+        run_facts=facts,
         **kwargs,
     )
-    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=_make_sampler(rows))
+    sample_model = partial(sample, trainer) if sample is not None else _make_sampler(data)
+    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
-    if recipe == "pretrain" and rows.eval is not None and not data_args.streaming:
-        trainer.run_facts.unigram_loss = unigram_loss(rows.train, rows.eval, vocab_size=len(tokenizer))
+    if recipe == "pretrain" and data.eval is not None and isinstance(data.train, Dataset):
+        facts.unigram_loss = unigram_loss(data.train, data.eval, vocab_size=len(data.tokenizer))
     end_run(trainer, metrics, samples)
 
 
-def _make_sampler(rows: PackedRows) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:
+def _make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:
     """Return a function that samples answers or continuations of the validation set; `None` without such a set."""
-    if rows.conversations is not None:
-        return partial(sample_answers, tokenizer=rows.tokenizer, conversations=rows.conversations)
-    if rows.eval is not None:
-        return partial(sample_continuations, tokenizer=rows.tokenizer, eval_rows=rows.eval)
+    if data.conversations is not None:
+        return partial(sample_answers, tokenizer=data.tokenizer, conversations=data.conversations)
+    if data.eval is not None:
+        return partial(sample_continuations, tokenizer=data.tokenizer, eval_rows=data.eval)
     return None
