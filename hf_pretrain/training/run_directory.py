@@ -109,15 +109,9 @@ class RunDirectory:
             return
         if all(path.name in _NO_RUN or is_unfinished(path) for path in self.path.iterdir()):
             return
-        launches = read_launches(self.path)
-        if launches and launches[-1].get("ended"):
-            raise UserError(
-                f"--output_dir {self.path} is not empty: it holds a finished run. Choose another directory, or "
-                "delete this one."
-            )
         raise UserError(
-            f"--output_dir {self.path} is not empty. Resume its run with `--resume_from_checkpoint auto`, choose "
-            "another directory, or delete this one."
+            f"--output_dir {self.path} is not empty. If its run has not ended, resume it with "
+            "`--resume_from_checkpoint auto`. Otherwise choose another directory, or delete this one."
         )
 
     def record_start(self, args: LMTrainingArguments, others: tuple[Any, ...], *, checkpoint: str | None) -> None:

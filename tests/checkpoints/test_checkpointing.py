@@ -63,13 +63,6 @@ def test_a_used_directory_needs_a_checkpoint_to_resume_from(tmp_path):
         checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
 
 
-def test_a_finished_run_is_not_to_be_resumed(tmp_path):
-    (tmp_path / "run.json").write_text('[{"recipe": "sft"}, {"recipe": "sft", "ended": "2026-01-01"}]')
-    make_checkpoint(tmp_path, 10)
-    with pytest.raises(ValueError, match="it holds a finished run. Choose another directory, or delete this one"):
-        checkpoint_to_resume(arguments(tmp_path))
-
-
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_resumes_by_itself(tmp_path, monkeypatch, variable):
     newest = make_checkpoint(tmp_path, 10)
