@@ -64,13 +64,17 @@ QUICK := tests/model tests/tokenizer tests/data tests/checkpoints tests/runtime 
 test-quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not distributed" $(QUICK) $(ARGS)
 
-# The model with its cache and generation, the trainer and its checkpoints, with the oldest version of transformers that
-# pyproject.toml accepts. Python finds it in front of the installed one; all other packages stay the same.
+# Tests of each library with the oldest versions that pyproject.toml accepts, all of them together. Python finds them in
+# front of the installed ones; the other packages stay the same.
 OLDEST := $(abspath $(VENV))/oldest
+OLDEST_VERSIONS := $(shell sed -nE 's/.*"(transformers|datasets|accelerate|trl|peft)>=([0-9.]+),.*/\1==\2/p' pyproject.toml)
+# datasets 4.7 refuses newer versions of these. transformers needs at least this huggingface_hub.
+OLDEST_VERSIONS += huggingface_hub==1.31.0 fsspec==2026.2.0 dill==0.4.0 multiprocess==0.70.18
 test-oldest: $(VENV)/.installed-test
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) "transformers==5.23.*"
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) $(OLDEST_VERSIONS)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" \
 	  tests/model/test_modeling_minimind.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
+	  tests/data tests/hub tests/weights/test_adapters.py tests/stages/test_dpo.py \
 	  tests/test_library_contract.py $(ARGS)
 
 # Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.

@@ -42,7 +42,20 @@ def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
         assert f"needs transformers {version} or newer" in " ".join(text.split())
     assert f"transformers {version}" in (ROOT / "README_zh.md").read_text(encoding="utf-8")
     assert f"release < ({version.replace('.', ', ')})" in code
-    assert f'"transformers=={version}.*"' in (ROOT / "Makefile").read_text()
+
+
+def test_make_tests_the_lower_bounds_together():
+    bounds = [
+        *PROJECT["dependencies"],
+        *PROJECT["optional-dependencies"]["trl"],
+        *PROJECT["optional-dependencies"]["peft"],
+    ]
+    pattern = r"(transformers|datasets|accelerate|trl|peft)>=([\d.]+),<"
+    lowest = {"==".join(found.groups()) for found in (re.match(pattern, line) for line in bounds) if found}
+    commands = subprocess.run(
+        ["make", "-n", "test-oldest"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert len(lowest) == 5 and lowest <= set(commands.split())
 
 
 def test_pre_commit_runs_what_make_quality_runs():

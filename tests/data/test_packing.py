@@ -163,11 +163,11 @@ def test_cached_results_start_no_processes(tokenizer, texts, tmp_path, monkeypat
         train, _ = load_documents([path], validation_fraction=0.1, num_proc=2)
         return prepare_rows(train, tokenizer, max_length=max_length, num_proc=2)
 
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise RuntimeError("processes were started")
 
     first, report = prepare(32)
-    monkeypatch.setattr("datasets.arrow_dataset.mp.Pool", refuse)
+    monkeypatch.setattr("multiprocess.pool.Pool", refuse)
     second, second_report = prepare(32)
     assert list(second) == list(first) and second_report == report
     other = train_tokenizer(["abcdefghij"], vocab_size=300)
