@@ -12,7 +12,7 @@ from torch import nn
 
 from ..model.loss import find_documents, router_loss
 from ..training.base_trainer import RunTrainer
-from ..training.measurements import RouterLoad
+from ..training.measurements import RouterLoad, record_router_load
 
 
 class RouterLossMixin(RunTrainer):
@@ -96,6 +96,6 @@ class RouterLossMixin(RunTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super().evaluate(*args, **kwargs)
-        self._record_router_load(self._router_load)
+        record_router_load(self, self._router_load)
         self._router_load = RouterLoad()
         return metrics

@@ -27,7 +27,7 @@ from ..weights.adapters import base_model_of
 from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
 from .end_report import write_run_card
 from .launch import complete_fsdp_args, launcher
-from .measurements import RouterLoad, Throughput, peak_memory_bytes, to_shares
+from .measurements import Throughput, peak_memory_bytes
 from .optimizers import build_muon, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
@@ -271,12 +271,6 @@ class RunTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._throughput.paused():
             return super().evaluate(*args, **kwargs)
-
-    def _record_router_load(self, load: RouterLoad) -> None:
-        """Add the counts of all ranks to the log. All ranks call it."""
-        if load.counts is not None:
-            counts = self.accelerator.reduce(load.counts, "sum")
-            self.state.log_history.append({"router_load": to_shares(counts), "step": self.state.global_step})
 
     # Checkpoints and models
 

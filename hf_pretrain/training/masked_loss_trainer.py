@@ -31,7 +31,7 @@ from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
 from ..weights.adapters import base_model_of
 from .base_trainer import RunTrainer
-from .measurements import Meter, RouterLoad, flops_per_token, known_peak
+from .measurements import Meter, RouterLoad, flops_per_token, known_peak, record_router_load
 from .stopping import end_nonfinite_run
 
 
@@ -371,7 +371,7 @@ class MaskedLossTrainer(RunTrainer):
             # The batches have no labels, or the caller passed its own `compute_loss_func`.
             return output
         ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
-        self._record_router_load(self._router_load)
+        record_router_load(self, self._router_load)
         if weight == 0:
             raise UserError(
                 f"{description}: no token of the set is to be predicted, because all labels are -100. Check the "

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -157,9 +158,19 @@ class RouterLoad:
         self.counts = counts if self.counts is None else self.counts + counts
 
 
-def to_shares(counts: torch.Tensor) -> list[list[float]]:
-    """Return the share of each expert in the counts of its layer, from counts of shape `(num_layers, num_experts)`."""
-    return (counts / counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
+def record_router_load(trainer: Any, load: RouterLoad) -> None:
+    """
+    Add the share of each expert in the counts of its layer to the log. All ranks must call this function.
+
+    Args:
+        trainer ([`~training.base_trainer.RunTrainer`]): the trainer with the log.
+        load ([`RouterLoad`]): the counts of this rank.
+    """
+    if load.counts is not None:
+        # (num_layers, num_experts)
+        counts = trainer.accelerator.reduce(load.counts, "sum")
+        shares = (counts / counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
+        trainer.state.log_history.append({"router_load": shares, "step": trainer.state.global_step})
 
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first match wins, so "H100 PCIe" must stand
