@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .conversations import SCHEMAS
-from .formats import BadRecord, file_format, parse_json, read_text
+from .formats import BadRecord, file_format, read_text
 from .hub_datasets import load_hub_dataset
-from .sources import EMBEDDED_SOURCES, find_sources, read_source
+from .sources import EMBEDDED_SOURCES, find_sources, parse_source
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_records(sources: list[str], *, text_column: str = "text") -> Iterator[R
     for source in sources:
         kind = _find_schema(source, text_column)
         column = "text" if source in EMBEDDED_SOURCES else text_column
-        for line, content in _read_contents(source, kind, column):
+        for line, content in _read_contents(source, column):
             try:
                 yield Record(source, line, content, _read_content(content, kind, column), schema=kind)
             except BadRecord as error:
@@ -83,7 +83,7 @@ def _find_schema(source: str, text_column: str) -> str:
     """Return the schema of the first record of a source that has one; `text` if none does."""
     if source in EMBEDDED_SOURCES:
         return "text"
-    for _, content in _read_contents(source, "text", text_column):
+    for _, content in _read_contents(source, text_column):
         # Try `preference` first: a preference may also pass as a conversation.
         for schema in ("text", "preference", "conversation"):
             # The next record or schema may fit.
@@ -112,12 +112,11 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _read_contents(source: str, schema: str, text_column: str) -> Iterator[tuple[int, Any]]:
+def _read_contents(source: str, text_column: str) -> Iterator[tuple[int, Any]]:
     """Yield the number and the content of each record."""
     # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
     column = None if file_format(Path(source)) == ".parquet" else text_column
-    for line, content in read_source(source, schema=schema, text_column=column):
-        yield line, parse_json(content) if isinstance(content, str) else content
+    return parse_source(source, text_column=column)
 
 
 def _read_content(content: Any, schema: str, text_column: str) -> str:

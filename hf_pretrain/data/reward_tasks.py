@@ -29,10 +29,10 @@ from ..runtime.names import check_word
 from ..tokenizer.control_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
 from .documents import hashes_are_between
-from .formats import BadRecord, check_values, file_format, parse_json, write_json
+from .formats import BadRecord, check_values, file_format, write_json
 from .messages import messages_in, read_messages, take_weights
 from .rejected import RejectedLines
-from .sources import find_sources, is_hub_dataset, read_source
+from .sources import find_sources, is_hub_dataset, parse_source
 
 
 # Maximum number of tasks per embedded kind.
@@ -248,6 +248,8 @@ def read_task(
     Raises:
         `BadRecord`: if the record has neither format.
     """
+    if isinstance(record, BadRecord):
+        raise record
     if not isinstance(record, dict):
         raise BadRecord('not an object; write it as {"prompt": [{"role": "user", "content": ...}]}')
     for name, value in record.items():
@@ -255,13 +257,14 @@ def read_task(
     if "prompt" in record:
         prompt = messages_in(record["prompt"], "prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {**record, "prompt": _read_prompt(_non_empty_list(messages, "prompt"), "prompt")[0]}
+        return {**record, "prompt": _read_prompt(messages, "prompt")[0]}
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
+    conversation = messages_in(record["conversations"], "conversations")
+    if not isinstance(conversation, list) or len(conversation) < 2:
+        raise BadRecord("`conversations` holds no prompt with an answer; write a list of messages")
     # MiniMind's last message is an answer, which the policy replaces by its own.
-    *messages, _ = _non_empty_list(record["conversations"], "conversations")
-    messages = _non_empty_list(messages, "conversations without the answer")
-    prompt, schemas = _read_prompt(messages, "conversations")
+    prompt, schemas = _read_prompt(conversation[:-1], "conversations")
     tools = None
     if schemas is not None:
         tools = write_json(schemas)
@@ -273,14 +276,7 @@ def read_task(
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
 
 
-def _non_empty_list(value: Any, name: str) -> list[Any]:
-    """Return a list of messages. Raise `BadRecord` if the value is not a list or is empty."""
-    if not isinstance(value, list) or not value:
-        raise BadRecord(f"`{name}` holds no message; write a list of them")
-    return value
-
-
-def _read_prompt(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def _read_prompt(messages: Any, name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """
     Return messages in the internal form, with the arguments of tool calls as JSON text.
 
@@ -295,15 +291,6 @@ def _read_prompt(messages: list[Any], name: str) -> tuple[list[dict[str, Any]], 
     return read, tools
 
 
-def _read_records(name: str) -> Iterator[tuple[str, int, Any]]:
-    """Yield source, line and content of every record under a name that is not embedded."""
-    for source in find_sources(name) or [name]:
-        if not is_hub_dataset(source) and file_format(Path(source)) not in (".jsonl", ".json"):
-            raise UserError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
-        for line, content in read_source(source, schema="text", text_column=None):
-            yield source, line, parse_json(content) if isinstance(content, str) else content
-
-
 def _load_tasks(
     name: str,
     seed: int,
@@ -316,17 +303,18 @@ def _load_tasks(
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
         return list(_load_embedded_tasks(name, seed, render))
-    for source, line, record in _read_records(name):
-        rejected.num_lines += 1
-        try:
-            if isinstance(record, BadRecord):
-                raise record
-            task = read_task(record, describe_tools=describe_tools, render=render)
-            if check is not None:
-                check(task)
-            rows.append((task, [json.dumps(task["prompt"])]))
-        except BadRecord as error:
-            rejected.add(source, line, error.reason)
+    for source in find_sources(name) or [name]:
+        if not is_hub_dataset(source) and file_format(Path(source)) not in (".jsonl", ".json"):
+            raise UserError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
+        for line, record in parse_source(source, text_column=None):
+            rejected.num_lines += 1
+            try:
+                task = read_task(record, describe_tools=describe_tools, render=render)
+                if check is not None:
+                    check(task)
+                rows.append((task, [json.dumps(task["prompt"])]))
+            except BadRecord as error:
+                rejected.add(source, line, error.reason)
     rejected.check_ratio()
     if not rows:
         raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
@@ -387,6 +375,4 @@ def load_tasks(
     try:
         return Dataset.from_list(tables[0]), Dataset.from_list(tables[1])
     except pa.ArrowException as error:
-        # Name the columns whose values have several types.
-        mixed = [name for name in columns if len({type(row.get(name)) for row in rows} - {type(None)}) > 1]
-        raise UserError(f"The tasks do not fit into one table: {error}. See the columns {mixed}.") from error
+        raise UserError(f"A column of the tasks has values of several types: {error}. Correct the data.") from error

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from glob import escape, glob
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from .corpora import EMBEDDED_CORPORA, load_embedded
-from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, read_file
+from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, parse_json, read_file
 from .hub_datasets import download_hub_files, load_hub_dataset, parse_hub_file
 
 
@@ -118,3 +119,9 @@ def read_source(source: str, *, schema: str, text_column: str | None) -> Iterato
         yield from ((number, as_json(drop_padding(row, rows.features))) for number, row in enumerate(rows, start=1))
     else:
         yield from read_file(Path(source), text_column=text_column)
+
+
+def parse_source(source: str, *, text_column: str | None) -> Iterator[tuple[int, Any]]:
+    """Yield the records of [`read_source`] in the schema `text`, parsed; a `BadRecord` in place of a bad one."""
+    for number, content in read_source(source, schema="text", text_column=text_column):
+        yield number, parse_json(content) if isinstance(content, str) else content

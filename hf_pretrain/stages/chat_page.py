@@ -30,7 +30,6 @@ with needing_extra("web", "The chat page needs gradio"):
 Message = dict[str, Any]
 History = list[Message]
 
-_PLACEHOLDER = "Type a message"
 # Seconds between two updates of a growing answer: a fast model would otherwise be ahead of the page.
 _UPDATE_SECONDS = 0.05
 # Number of growing answers, by browser session.
@@ -215,7 +214,8 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
                 )
                 for number, endpoint in enumerate(endpoints)
             ]
-        question = gr.Textbox(placeholder=_PLACEHOLDER, show_label=False, elem_id="question")
+        placeholder = "Type a message, or the result of a tool call"
+        question = gr.Textbox(placeholder=placeholder, show_label=False, elem_id="question")
         with gr.Row():
             send = gr.Button("Send", variant="primary", elem_id="send", min_width=130)
             stop = gr.Button("Stop", elem_id="stop", min_width=130)
@@ -235,12 +235,10 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
             begun.success(_answering(endpoint), [history, *settings], [chat, history], show_progress="hidden")
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
-        for event in running:
-            event.then(_placeholder, histories, question, show_progress="hidden")
         stop.click(None, cancels=running).then(_wait_for_end).then(_end, histories, everything)
         # Each chat has a button to clear it, which must not leave its history behind.
         cleared = gr.on([clear.click, *(chat.clear for chat in chats)], None, cancels=running)
-        cleared.then(_wait_for_end).then(_empty, histories, [question, *everything])
+        cleared.then(_wait_for_end).then(lambda: [[] for _ in everything], None, everything)
     # Several browsers may ask at the same time.
     return page.queue(default_concurrency_limit=None)
 
@@ -287,17 +285,6 @@ async def _wait_for_end(request: gr.Request) -> None:
 def _end(*histories: History) -> list[Any]:
     """End the answers that were cancelled. The server ends with the connection."""
     return _both([[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories])
-
-
-def _empty(*histories: History) -> list[Any]:
-    """Forget all, except the text that the user has typed."""
-    return [gr.update(placeholder=_PLACEHOLDER), *_both([[] for _ in histories])]
-
-
-def _placeholder(*histories: History) -> Any:
-    """Ask for the result of the tool call that waits for one."""
-    names = [call["function"]["name"] for history in histories for call in waiting_calls(history)[:1]]
-    return gr.update(placeholder=f"Type the result of {names[0]}" if names else _PLACEHOLDER)
 
 
 def open_page(endpoints: list[Endpoint], *, host: str, port: int, thinking: bool) -> None:

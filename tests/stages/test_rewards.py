@@ -307,9 +307,9 @@ def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
     [
         ([], "not an object"),
         ({"text": "Hi"}, "neither `prompt` nor `conversations`"),
-        ({"prompt": []}, "`prompt` holds no message"),
+        ({"prompt": []}, "'prompt' is no list of messages but empty"),
         ({"prompt": [{"role": "user"}]}, "has no content"),
-        ({"conversations": [{"role": "user", "content": "Hi"}]}, "without the answer"),
+        ({"conversations": [{"role": "user", "content": "Hi"}]}, "holds no prompt with an answer"),
         ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "text that is not JSON"),
     ],
 )
