@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import wait_for_everyone
+from huggingface_hub.constants import REPOCARD_NAME
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
@@ -27,7 +28,6 @@ from ..runtime.ranks import on_main_process
 from ..runtime.writing import ASIDE, refused_write
 from ..tokenizer.pretrained import save_tokenizer
 from ..weights.adapters import is_adapted
-from ..weights.exporting import CARD_NAME
 from .directory import remove_leftovers, set_aside, summarize
 from .manifest import find_damage, flush, write_manifest
 
@@ -54,7 +54,7 @@ def write_model(
     model.save_pretrained(directory, state_dict=state_dict, is_main_process=is_writer)
     if is_writer and is_adapted(model):
         # peft writes a model card whose fields are all blank. `end_report.write_run_card` writes the real one.
-        Path(directory, CARD_NAME).unlink()
+        Path(directory, REPOCARD_NAME).unlink()
     if is_writer and tokenizer is not None:
         save_tokenizer(tokenizer, directory)
 

@@ -18,8 +18,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
 from ..runtime.names import DatasetName, is_path, split_hub_name
 from ..weights.adapters import is_adapted
-from ..weights.exporting import unsupported_feature
-from ..weights.gguf import ARCHITECTURES, gguf_layout
+from ..weights.layouts import LAYOUTS, stock_layout, unsupported_feature
 
 
 CURVE_NAME = "loss_curve.png"
@@ -154,7 +153,7 @@ def format_conversion_card(
         model,
         {"license": license, "base_model": _hub_id(source)},
         repo_id=repo_id,
-        format="stock" if format in ARCHITECTURES else format,
+        format="stock" if format in LAYOUTS else format,
         origin=f"Converted from `{_public(source)}`. {report}.",
         has_tokenizer=has_tokenizer,
     )
@@ -172,7 +171,7 @@ def _render(
 ) -> str:
     """Fill the template. `format` is `minimind`, `adapter`, `stock`, `upstream` or `gguf`."""
     travels = format in ("minimind", "adapter")
-    stock = gguf_layout(model.config)
+    stock = stock_layout(model.config)
     library = "peft" if format == "adapter" else "transformers"
     card_data = ModelCardData(
         library_name="gguf" if format == "gguf" else library,

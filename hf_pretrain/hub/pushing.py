@@ -23,13 +23,13 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
-from ..weights.exporting import CARD_NAME
 from ..weights.weight_files import read_json
 from .model_card import CURVE_NAME
 
@@ -39,7 +39,7 @@ logger = logging.get_logger(__name__)
 # A run pushes only these files and the shards that an index names. A pattern such as *.json could publish
 # training text.
 PUBLISHED = (
-    *(CARD_NAME, CURVE_NAME, TRAINER_STATE_NAME, *CODE_FILES),
+    *(REPOCARD_NAME, CURVE_NAME, TRAINER_STATE_NAME, *CODE_FILES),
     *("config.json", "generation_config.json", "model.safetensors", "evaluation.json"),
     *("adapter_config.json", "adapter_model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -244,7 +244,7 @@ class HubPusher:
         for name in published_files(checkpoint):
             link_or_copy(checkpoint / name, staging / name)
         # Copy the card instead of linking it, because the next push rewrites it in place.
-        shutil.copy2(self.output_dir / CARD_NAME, staging)
+        shutil.copy2(self.output_dir / REPOCARD_NAME, staging)
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         whole = names.get(self.strategy)
         if whole is not None:

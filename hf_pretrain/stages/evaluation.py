@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedTokenizerFast
 
 from ..checkpoints.directory import find_newest_run
@@ -20,7 +21,6 @@ from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.training_arguments import LMTrainingArguments
-from ..weights.exporting import CARD_NAME
 
 
 RESULTS_NAME = "evaluation.json"
@@ -217,7 +217,7 @@ def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | 
     if results.get("limit") is None:
         entries += _task_results(results["tasks"])
     if entries:
-        card_path = directory / CARD_NAME
+        card_path = directory / REPOCARD_NAME
         # A card needs a block of metadata, even an empty one, before results can be added.
         card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\n{}\n---\n")
         add_results(card, entries, model_name=directory.resolve().name)

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
@@ -23,7 +24,6 @@ from ..model.presets import PRESETS
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES
 from ..tokenizer.control_tokens import encode_prompt
-from ..weights.exporting import CARD_NAME
 from .run_directory import RunDirectory
 from .training_arguments import LMTrainingArguments, optimizer_name
 
@@ -277,7 +277,7 @@ def write_run_card(
         license=args.hub_license,
         has_curve=Path(args.output_dir, CURVE_NAME).is_file(),
     )
-    Path(args.output_dir, CARD_NAME).write_text(card, encoding="utf-8")
+    Path(args.output_dir, REPOCARD_NAME).write_text(card, encoding="utf-8")
 
 
 def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: str) -> list[tuple[str, str]]:

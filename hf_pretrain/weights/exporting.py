@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, logging
 
@@ -24,10 +25,10 @@ from ..runtime.names import split_hub_name
 from ..runtime.writing import LOCK_NAME, check_empty, check_output, is_unfinished, written_whole
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
-from .foreign_configs import V3_YARN, write_stock_fields, write_upstream_fields
-from .gguf import FILE_NAME, check_gguf, gguf_layout, read_gguf, write_gguf
+from .foreign_configs import write_stock_fields, write_upstream_fields
+from .gguf import FILE_NAME, check_gguf, read_gguf, write_gguf
 from .importing import load_upstream
-from .layouts import LAYOUTS, describe_layout, is_rotated, to_half_split
+from .layouts import LAYOUTS, describe_layout, is_rotated, stock_layout, to_half_split, unsupported_feature
 
 
 logger = logging.get_logger(__name__)
@@ -37,7 +38,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
 # Our names of the stages, and the names in the file names of MiniMind's scripts.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
-CARD_NAME = "README.md"
 # The files that a model consists of, in any format.
 _MODEL_FILES = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
@@ -69,41 +69,6 @@ def replaced_files(directory: str | Path, *, overwrite: bool = False) -> list[Pa
             "Choose another directory, or delete this one."
         )
     return [path for path in entries if _MODEL_FILES.fullmatch(path.name)]
-
-
-def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
-    """
-    Return a feature of the model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold, or `None` if it can
-    hold the whole model.
-    """
-    if layout == "minimind":
-        return None
-    target, has_experts = LAYOUTS[layout], config.num_experts > 0
-    is_v1, is_v1_or_v2 = layout == "v1", layout in ("v1", "v2")
-    rope, length = config.rope_parameters, config.max_position_embeddings
-    # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
-    v3_yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"]}
-    is_v3_yarn = layout == "v3" and rope == v3_yarn and length > rope["original_max_position_embeddings"]
-    parts = {
-        "experts": target.has_experts is False and has_experts,
-        "dense layers (no experts)": target.has_experts is True and not has_experts,
-        "q/k norms": config.qk_norm and not target.has_qk_norm,
-        "attention without q/k norms": target.has_qk_norm and not config.qk_norm,
-        "shared experts": layout in ("v3", "qwen3_moe") and has_experts and config.num_shared_experts > 0,
-        "several shared experts": is_v1 and has_experts and config.num_shared_experts > 1,
-        "an untied output head": is_v1_or_v2 and not config.tie_word_embeddings,
-        "a head_dim other than hidden_size / num_attention_heads": (
-            is_v1_or_v2 and config.head_dim * config.num_attention_heads != config.hidden_size
-        ),
-        # v1 and v2 never normalise at top-1, because normalising would make every weight 1.
-        "normalised top-1 routing": (
-            is_v1_or_v2 and has_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob
-        ),
-        "these scaled rotary positions": target.is_generation and rope["rope_type"] != "default" and not is_v3_yarn,
-        f"the activation {config.hidden_act}": is_v1 and config.hidden_act != "silu",
-        "more than the 32,768 positions of its table": is_v1 and length > 32768,
-    }
-    return next((part for part, is_there in parts.items() if is_there), None)
 
 
 def check_fits(config: MiniMindConfig, layout: str) -> None:
@@ -251,7 +216,7 @@ def export(
         if tokenizer is not None and format != "gguf":
             save_tokenizer(tokenizer, aside)
         if card is not None:
-            (aside / CARD_NAME).write_text(card(str(report)), encoding="utf-8")
+            (aside / REPOCARD_NAME).write_text(card(str(report)), encoding="utf-8")
     return report
 
 
@@ -271,7 +236,7 @@ def _check_target(
         raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
     if format == "gguf":
         check_gguf(config, tokenizer)
-        target = gguf_layout(config)
+        target = stock_layout(config)
     else:
         target = (generation or default_generation(config)) if format == "upstream" else format
     check_fits(config, target)

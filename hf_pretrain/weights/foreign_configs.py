@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..runtime.errors import UserError
-from .layouts import LAYOUTS
+from .layouts import LAYOUTS, V3_YARN
 
 
 # Fields of MiniMind's own configs that our config expresses by other fields. Users may pass them all the same.
@@ -40,14 +40,6 @@ _LACKING = {"use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_
 _LACKING |= {"partial_rotary_factor": 1.0}
 # The positions of MiniMind's rotary table.
 _POSITIONS = 32768
-# YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
-V3_YARN = {
-    "factor": 16.0,
-    "original_max_position_embeddings": 2048,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "attention_factor": 1.0,
-}
 # The default of v1's `max_seq_len`, the length of its training rows.
 _V1_LENGTH = 8192
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, needing_extra
-from .layouts import is_rotated, to_half_split, to_interleaved
+from .layouts import is_rotated, stock_layout, to_half_split, to_interleaved
 
 
 # transformers' names of the architectures, and llama.cpp's names for them.
@@ -47,13 +47,6 @@ def _gguf() -> Any:
     return gguf
 
 
-def gguf_layout(config: MiniMindConfig) -> str:
-    """Return the transformers architecture (a key of `ARCHITECTURES`) that a GGUF file of this model declares."""
-    if config.num_experts:
-        return "qwen3_moe" if config.qk_norm else "ernie4_5_moe"
-    return "qwen3" if config.qk_norm else "llama"
-
-
 def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Raise `ValueError` for features and tokenizers that a GGUF file cannot describe."""
     _gguf()
@@ -68,7 +61,7 @@ def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None
     }
     for problem, is_there in problems.items():
         if is_there:
-            raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {gguf_layout(config)}.")
+            raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {stock_layout(config)}.")
     if tokenizer is None:
         return
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -92,7 +85,7 @@ def _namer(config: MiniMindConfig) -> Callable[[str], list[str]]:
     gguf = _gguf()
     # The package identifies architectures by numbers.
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(architectures[ARCHITECTURES[gguf_layout(config)]], config.num_hidden_layers)
+    table = gguf.get_tensor_name_map(architectures[ARCHITECTURES[stock_layout(config)]], config.num_hidden_layers)
 
     def names(ours: str) -> list[str]:
         parts = ["gate_proj", "up_proj"] if ours.endswith("gate_up_proj") else ["gate_up_proj"]
@@ -142,7 +135,7 @@ def write_gguf(
         `ValueError`: if a value overflows float16.
     """
     gguf = _gguf()
-    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[gguf_layout(model.config)])
+    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[stock_layout(model.config)])
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if tensor_type == "F32" else f"MOSTLY_{tensor_type}"])
     writer.add_name(model_name)
     _add_config(writer, model.config)

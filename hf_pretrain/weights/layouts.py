@@ -95,6 +95,15 @@ class WeightLayout:
         return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
 
 
+# YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
+V3_YARN = {
+    "factor": 16.0,
+    "original_max_position_embeddings": 2048,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.0,
+}
+
 # The order matters: "model.embed_tokens" must be renamed before "model." is removed.
 _V1_NAMES = (
     ("model.embed_tokens", "tok_embeddings"),
@@ -123,3 +132,45 @@ LAYOUTS = {
 def describe_layout(layout: str) -> str:
     """Return the name of a layout for messages."""
     return f"MiniMind {layout}" if LAYOUTS[layout].is_generation else layout
+
+
+def stock_layout(config: MiniMindConfig) -> str:
+    """Return the transformers architecture that is nearest to the model, a key of `LAYOUTS`."""
+    if config.num_experts:
+        return "qwen3_moe" if config.qk_norm else "ernie4_5_moe"
+    return "qwen3" if config.qk_norm else "llama"
+
+
+def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
+    """
+    Return a feature of the model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold, or `None` if it can
+    hold the whole model.
+    """
+    if layout == "minimind":
+        return None
+    target, has_experts = LAYOUTS[layout], config.num_experts > 0
+    is_v1, is_v1_or_v2 = layout == "v1", layout in ("v1", "v2")
+    rope, length = config.rope_parameters, config.max_position_embeddings
+    # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
+    v3_yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"]}
+    is_v3_yarn = layout == "v3" and rope == v3_yarn and length > rope["original_max_position_embeddings"]
+    parts = {
+        "experts": target.has_experts is False and has_experts,
+        "dense layers (no experts)": target.has_experts is True and not has_experts,
+        "q/k norms": config.qk_norm and not target.has_qk_norm,
+        "attention without q/k norms": target.has_qk_norm and not config.qk_norm,
+        "shared experts": layout in ("v3", "qwen3_moe") and has_experts and config.num_shared_experts > 0,
+        "several shared experts": is_v1 and has_experts and config.num_shared_experts > 1,
+        "an untied output head": is_v1_or_v2 and not config.tie_word_embeddings,
+        "a head_dim other than hidden_size / num_attention_heads": (
+            is_v1_or_v2 and config.head_dim * config.num_attention_heads != config.hidden_size
+        ),
+        # v1 and v2 never normalise at top-1, because normalising would make every weight 1.
+        "normalised top-1 routing": (
+            is_v1_or_v2 and has_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob
+        ),
+        "these scaled rotary positions": target.is_generation and rope["rope_type"] != "default" and not is_v3_yarn,
+        f"the activation {config.hidden_act}": is_v1 and config.hidden_act != "silu",
+        "more than the 32,768 positions of its table": is_v1 and length > 32768,
+    }
+    return next((part for part, is_there in parts.items() if is_there), None)

@@ -23,13 +23,12 @@ from hf_pretrain.weights.exporting import (
     check_fits,
     export,
     to_stock_model,
-    unsupported_feature,
     upstream_stage,
 )
 from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors
 from hf_pretrain.weights.importing import load_upstream
-from hf_pretrain.weights.layouts import LAYOUTS
+from hf_pretrain.weights.layouts import LAYOUTS, unsupported_feature
 from tests.model.test_modeling_minimind import assert_near
 from tests.weights.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 
