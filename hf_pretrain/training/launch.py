@@ -3,14 +3,15 @@ The launch of a run: its device, checks of the launch command, and the process g
 
 The constructor of `TrainingArguments` chooses the device and starts the process group of GPU ranks.
 `check_launch` and `start_cpu_ranks` run before it, `check_device` runs after it, and `complete_fsdp_args` when Trainer
-sets up accelerate.
+sets up accelerate. `args` stands for [`~training.training_arguments.LMTrainingArguments`], whose constructor calls
+these functions.
 """
 
 import atexit
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,14 +22,10 @@ from ..runtime.progress import is_main
 from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 
-if TYPE_CHECKING:
-    from .training_arguments import LMTrainingArguments
-
-
 logger = logging.get_logger(__name__)
 
 
-def take_launchers_precision(args: "LMTrainingArguments") -> None:
+def take_launchers_precision(args: Any) -> None:
     """
     Set `bf16` or `fp16` as `accelerate launch --mixed_precision` asks, if the user names no precision to the recipe.
     `no` decides nothing, because the launcher passes it by default, too. Raise `UserError` for another precision than
@@ -46,7 +43,7 @@ def take_launchers_precision(args: "LMTrainingArguments") -> None:
         )
 
 
-def check_launch(args: "LMTrainingArguments") -> None:
+def check_launch(args: Any) -> None:
     """
     Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group. Warn
     about DeepSpeed's launcher without DeepSpeed.
@@ -74,7 +71,7 @@ def check_launch(args: "LMTrainingArguments") -> None:
         )
 
 
-def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
+def _check_layout(args: Any, world_size: int) -> None:
     """Raise `UserError` for parallel sizes that do not fit together, or that Trainer does not support."""
     num_ranks = args.fsdp_size * args.tp_size * args.dp_replicate_size
     if num_ranks not in (1, world_size):
@@ -99,7 +96,7 @@ def _check_layout(args: "LMTrainingArguments", world_size: int) -> None:
         )
 
 
-def check_device(args: "LMTrainingArguments") -> None:
+def check_device(args: Any) -> None:
     """Raise `UserError` for arguments that do not fit the device that transformers has chosen."""
     if args.fp16 and args.device.type == "cpu":
         raise UserError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
@@ -139,7 +136,7 @@ def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
     return completed
 
 
-def start_cpu_ranks(args: "LMTrainingArguments") -> None:
+def start_cpu_ranks(args: Any) -> None:
     """
     Start the process group of CPU ranks. Do nothing for one process, on GPUs, and if the group exists.
 
