@@ -59,7 +59,7 @@ test: $(VENV)/.installed-test
 
 # The tests that start no process, of the packages that everything else stands on.
 QUICK := tests/model tests/tokenizer tests/data tests/checkpoints tests/runtime \
-  $(addprefix tests/training/test_,trainer.py run_parts.py arguments.py optimizers.py) \
+  $(addprefix tests/training/test_,masked_loss_trainer.py run_parts.py training_arguments.py optimizers.py) \
   tests/test_library_contract.py tests/test_project_files.py
 test-quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not distributed" $(QUICK) $(ARGS)
