@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
 IGNORE_INDEX = -100
@@ -297,3 +298,35 @@ def router_loss(
         total = total + logits.shape[-1] * (load * mean_probability).sum()
     num_groups = documents.count if level == "sequence" else documents.count.clamp(max=1)
     return total / num_groups.clamp(min=1)
+
+
+def unshift_labels(shift_labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
+    """
+    Return labels with one column more than the row, so that its last position predicts the last label.
+
+    Raises:
+        `ValueError`: for a `loss_mask`, which weights unshifted labels.
+    """
+    if loss_mask is not None:
+        raise ValueError(
+            "loss_mask weights the tokens of labels, and shift_labels are moved by one token. Pass labels, or set "
+            "shift_labels to -100 where nothing is trained."
+        )
+    return F.pad(shift_labels, (1, 0), value=IGNORE_INDEX)
+
+
+class MiniMindLMHead(nn.Linear):
+    """Language-modelling head: returns logits or, given labels, the loss without all logits in memory."""
+
+    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+        """
+        Return logits, or the scalar loss of `labels`.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
+            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): as in
+                [`linear_masked_cross_entropy`], which takes `kwargs` and computes the loss.
+        """
+        if labels is None:
+            return super().forward(hidden_states)
+        return linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)

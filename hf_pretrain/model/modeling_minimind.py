@@ -7,8 +7,8 @@ mixture of experts. From a token to the loss:
     embed_tokens -> layers x (input_layernorm -> self_attn -> post_attention_layernorm -> mlp) -> norm -> lm_head
     -> masked cross-entropy + router_aux_loss_coef * router loss
 
-This file and the others in `CODE_FILES` (`configuration_minimind.py`) travel to the Hub with every checkpoint. They
-import each other and nothing else of the package.
+The files in `CODE_FILES` (`configuration_minimind.py`) travel to the Hub with every checkpoint. They import each other
+and nothing else of the package.
 """
 
 from contextlib import nullcontext
@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import transformers
 from torch import nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
@@ -28,107 +25,28 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import capture_outputs
 
-from .configuration_minimind import TESTED_VERSIONS, MiniMindConfig
+from .configuration_minimind import MiniMindConfig
 
 # NOTE: `set_experts_implementation` of transformers works only if the source of this file holds the text
 # `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
-from .decoder_layer import CACHE_NAME, MiniMindAttention, MiniMindDecoderLayer, MiniMindRMSNorm
-from .experts import MiniMindExperts, MiniMindResidualProjection, MiniMindTopKRouter
+from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
+from .inputs import check_names, check_positions, unmask_packed_rows
 from .loss import (
-    IGNORE_INDEX,
+    MiniMindLMHead,
     find_documents,
-    linear_masked_cross_entropy,
     masked_cross_entropy,
     prediction_weights,
     router_loss,
+    unshift_labels,
 )
 from .packed_attention import find_visible
-from .rotary import MiniMindRotaryEmbedding, precompute_pos_cis
-
-
-# NOTE: transformers' `register` does not write this table. Trainer's label smoothing shifts labels only if it names
-# the class, and lm-eval warns about other model types.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MiniMindConfig.model_type, "MiniMindForCausalLM")
-# Keyword arguments that `MiniMindModel.forward` accepts beside its parameters.
-KNOWN_ARGUMENTS = frozenset(
-    {
-        # read by the decorators of `forward`
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
-        *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),
-        # packed sequences
-        *("cu_seq_lens_q", "max_length_q", "packed_documents"),
-        # without effect beside `position_ids`, which say the same
-        *("cu_seq_lens_k", "max_length_k", "seq_idx"),
-        # without effect: a decoder has no segments and computes neither loss nor logits
-        *("token_type_ids", "num_items_in_batch", "skip_logits"),
-        # without effect: `generate` uses them for stop strings and drafts, and passes them on to `forward`
-        *("tokenizer", "assistant_tokenizer"),
-    }
-)
-
-
-class MiniMindPreTrainedModel(PreTrainedModel):
-    """Base class of the MiniMind models: initialisation, and the flags that tell transformers what is supported."""
-
-    config: MiniMindConfig
-    config_class = MiniMindConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["MiniMindDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values", "cache"]
-    # NOTE: transformers' flash attention keeps packed documents apart only in batches of one row.
-    _supports_flash_attn = False
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {
-        "router_logits": OutputRecorder(MiniMindTopKRouter, index=0),
-        "hidden_states": MiniMindDecoderLayer,
-        "attentions": MiniMindAttention,
-    }
-    # Every rank computes the same table, so DDP need not broadcast it. NCCL has refused complex tensors
-    # (https://github.com/pytorch/pytorch/issues/71613).
-    _ddp_params_and_buffers_to_ignore = {"rotary_emb.pos_cis", "model.rotary_emb.pos_cis"}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
-        super()._init_weights(module)
-        if isinstance(module, MiniMindExperts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
-            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, MiniMindTopKRouter):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-        elif isinstance(module, MiniMindRotaryEmbedding):
-            # NOTE: `from_pretrained` builds the model on the meta device and replaces this buffer by uninitialised
-            # memory, which gives finite but wrong logits.
-            init.copy_(module.pos_cis, precompute_pos_cis(self.config))
-        if self.config.zero_init_residual:
-            if isinstance(module, MiniMindExperts):
-                init.zeros_(module.down_proj)
-            elif isinstance(module, MiniMindResidualProjection):
-                init.zeros_(module.weight)
-
-    def activation_checkpointing_enable(self, activation_checkpointing_kwargs: dict | None = None, **kwargs):
-        """
-        Enable activation checkpointing as transformers does.
-
-        Raises:
-            `ValueError`: for `use_reentrant=True` with experts, where the gradient of the router loss would be lost.
-        """
-        if self.config.num_experts and (activation_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError(
-                "use_reentrant=True runs the layers without autograd and loses the gradient of the router loss. Pass "
-                '{"use_reentrant": False} (the default), or train a model without experts.'
-            )
-        super().activation_checkpointing_enable(activation_checkpointing_kwargs, **kwargs)
+from .pretrained import MiniMindPreTrainedModel
+from .rotary import MiniMindRotaryEmbedding
 
 
 class MiniMindModel(MiniMindPreTrainedModel):
@@ -147,64 +65,6 @@ class MiniMindModel(MiniMindPreTrainedModel):
         self.rotary_emb = MiniMindRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _check_positions(self, position_ids: torch.Tensor, length: int):
-        """
-        Raise `ValueError` for a position past the rotary table.
-
-        To read positions from a GPU, the CPU would have to wait for it. So on a GPU only the length of the input is
-        checked here, and the lookup kernel itself fails for an index past the table.
-        """
-        limit = self.config.max_position_embeddings
-        if position_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            length = int(position_ids.max()) + 1
-        if length > limit:
-            raise ValueError(
-                f"Position {length - 1} lies past the rotary table of {limit} positions (max_position_embeddings). "
-                "Shorten the input (--max_length), or build the model with a larger max_position_embeddings."
-            )
-
-    @staticmethod
-    def _unmask_packed_rows(attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor | None:
-        """
-        Drop an attention mask that marks no padding, if the rows hold packed documents.
-
-        transformers keeps packed documents apart only if `attention_mask is None`. A mask of ones carries no
-        information and is dropped. A mask with padding together with restarting positions is ambiguous and raises
-        `ValueError`. A compiled graph cannot read the values of these tensors, so a compiled model needs packed
-        sequences without a mask.
-        """
-        mask = attention_mask.bool()
-        # A position of 0 begins a document where neither it nor the token before it is padding.
-        restarts = (position_ids[:, 1:] == 0) & mask[:, 1:] & mask[:, :-1]
-        if not restarts.any():
-            return attention_mask
-        if mask.all():
-            return None
-        raise ValueError(
-            "position_ids restart inside a row (packed documents) and attention_mask marks padding: pass one of them. "
-            "For packed sequences pass attention_mask=None; their padding counts as a last document."
-        )
-
-    @staticmethod
-    def _check_names(arguments: dict[str, Any], *, has_positions: bool):
-        """
-        Raise `TypeError` for an argument with an unknown name, unless it is `None`, and `ValueError` for arguments of
-        packed sequences without positions.
-
-        transformers may rename an argument or add one. If `forward` ignored it, the results would be wrong without an
-        error. The heads pass their unknown arguments on to the decoder, so this check covers them too.
-        """
-        unknown = sorted(name for name in arguments.keys() - KNOWN_ARGUMENTS if arguments[name] is not None)
-        if unknown:
-            raise TypeError(
-                f"MiniMind's forward does not know the argument {', '.join(unknown)}, which could change the result. "
-                "Leave it out or correct its name. If transformers passes it: this code was tested with transformers "
-                f"{TESTED_VERSIONS}, and {transformers.__version__} is installed."
-            )
-        packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if arguments.get(name) is not None]
-        if packed and not has_positions:
-            raise ValueError(f"{packed[0]} needs position_ids, which restart at 0 where a document begins.")
 
     # NOTE: `capture_outputs` adds router logits, hidden states and attentions to the output by hooks on the modules in
     # `_can_record_outputs`, so the layers return only hidden states.
@@ -248,7 +108,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
             `ValueError`: for both or neither of `input_ids` and `inputs_embeds`, two caches, a position past the
                 rotary table, packed sequences without `position_ids`, or packed positions together with padding in
                 `attention_mask`.
-            `TypeError`: for an argument that this code does not know, see [`_check_names`].
+            `TypeError`: for an argument that this code does not know, see [`~model.inputs.check_names`].
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
@@ -258,7 +118,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         # Continuous batching passes further arguments, which the paged cache and the attention functions read.
         is_paged = cache is not None and not isinstance(cache, Cache)
         if not is_paged:
-            self._check_names(kwargs, has_positions=position_ids is not None)
+            check_names(kwargs, has_positions=position_ids is not None)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         seq_len = inputs_embeds.shape[1]
@@ -268,8 +128,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
             position_ids = (torch.arange(seq_len, device=inputs_embeds.device) + past_len).unsqueeze(0)
         elif attention_mask is not None and attention_mask.shape == position_ids.shape:
             if not torch.compiler.is_compiling():
-                attention_mask = self._unmask_packed_rows(attention_mask, position_ids)
-        self._check_positions(position_ids, seq_len)
+                attention_mask = unmask_packed_rows(attention_mask, position_ids)
+        check_positions(position_ids, length=seq_len, limit=self.config.max_position_embeddings)
 
         causal_mask = None
         cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
@@ -318,23 +178,6 @@ class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """
 
     ce_loss: torch.FloatTensor | None = None
-
-
-class MiniMindLMHead(nn.Linear):
-    """Language-modelling head: returns logits or, given labels, the loss without all logits in memory."""
-
-    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-        """
-        Return logits, or the scalar loss of `labels`.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
-            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): as in
-                [`~model.loss.linear_masked_cross_entropy`], which takes `kwargs` and computes the loss.
-        """
-        if labels is None:
-            return super().forward(hidden_states)
-        return linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
 
 
 class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
@@ -469,15 +312,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         """
         # NOTE: not a parameter, because Trainer takes each parameter with "label" in its name for a column that every
         # batch must have to be evaluated.
-        shift_labels = kwargs.pop("shift_labels", None)
-        if shift_labels is not None:
-            if loss_mask is not None:
-                raise ValueError(
-                    "loss_mask weights the tokens of labels, and shift_labels are moved by one token. Pass labels, or "
-                    "set shift_labels to -100 where nothing is trained."
-                )
-            # Labels with one column more than the row: its last position predicts the last label.
-            labels = F.pad(shift_labels, (1, 0), value=IGNORE_INDEX)
+        if (shift_labels := kwargs.pop("shift_labels", None)) is not None:
+            labels = unshift_labels(shift_labels, loss_mask)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         if labels is not None and use_cache is None:
