@@ -167,7 +167,7 @@ def test_a_checkout_of_minimind_trains(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_contestant_competes_in_its_own_process_within_its_time(tmp_path):
     found = race.run_together({"loop": (contestants.LOOP, make_race_setting(tmp_path))})
-    assert found["loop"]["num_steps"] > 2
+    assert found["loop"]["num_steps"] > 0
     race.plot([found], tmp_path / "race.png", title="toy")
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
 
