@@ -8,7 +8,7 @@
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
 # make race                                                compare the time to a validation loss with other programs
-# make tokenizer | test | test-quick | test-oldest | faults | quality
+# make tokenizer | test | test-quick | test-oldest | test-float8 | faults | quality
 # make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
 
@@ -31,7 +31,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick test-oldest faults quality docs clean help
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -76,6 +76,12 @@ test-oldest: $(VENV)/.installed-test
 	  tests/model/test_modeling_minimind.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
 	  tests/data tests/hub tests/weights/test_adapters.py tests/stages/test_dpo.py \
 	  tests/test_library_contract.py $(ARGS)
+
+# Training in float8, with torchao. Python finds it in a directory of its own, so that no other test imports it.
+FLOAT8 := $(abspath $(VENV))/float8
+test-float8: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(FLOAT8) "torchao==0.18.*"
+	PYTHONPATH=$(FLOAT8) $(BIN)/python -m pytest tests/training/test_float8.py $(ARGS)
 
 # Run all fault tests and write faults.json. N=300 kills 300 runs at random moments.
 faults: $(VENV)/.installed-test

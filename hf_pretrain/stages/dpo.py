@@ -29,6 +29,7 @@ class DPOTrainingArguments(LMTrainingArguments, DPOConfig):
     """TRL's `DPOConfig`. Flags that other recipes also have keep this package's defaults."""
 
     default_optim_preset = "adamw"
+    takes_fp8 = False
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer ones are truncated."})

@@ -124,6 +124,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     """TRL's `GRPOConfig`. Flags that all recipes share keep this package's meaning and defaults."""
 
     default_optim_preset = "adamw"
+    takes_fp8 = False
     output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
     algorithm: str = field(
         default="grpo", metadata={"help": "grpo (see --loss_type) or rloo.", "choices": ("grpo", "rloo")}

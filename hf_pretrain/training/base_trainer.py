@@ -26,7 +26,8 @@ from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, w
 from ..weights.adapters import base_model_of
 from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
 from .end_report import write_run_card
-from .launch import complete_fsdp_args, launcher
+from .float8 import convert_to_float8
+from .launch import check_accumulation, complete_fsdp_args, launcher
 from .measurements import Throughput, peak_memory_bytes
 from .optimizers import build_muon, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
@@ -80,6 +81,9 @@ class RunTrainer(Trainer):
         if base_model.config.tie_word_embeddings:
             # Files hold a tied head once, as the embedding, and Trainer would warn on resume that it is missing.
             self.model._keys_to_ignore_on_save = list(base_model._tied_weights_keys or ())
+        check_accumulation(args, base_model)
+        if self.lm_args is not None and self.lm_args.fp8:
+            convert_to_float8(base_model.model.layers, emulates=self.lm_args.fp8_emulate)
         if self.lm_args is not None and self.lm_args.compiles_layers:
             # Trainer would compile the whole model, again for each length of a batch and for each mode.
             for layer in base_model.model.layers:

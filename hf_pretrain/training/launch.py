@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
@@ -35,8 +36,8 @@ def take_launchers_precision(args: Any) -> None:
     if asked == "no":
         return
     if args.bf16 is None and not args.fp16:
-        args.bf16, args.fp16 = asked == "bf16", asked == "fp16"
-    if not {"bf16": args.bf16, "fp16": args.fp16}.get(asked):
+        args.bf16, args.fp16, args.fp8 = asked in ("bf16", "fp8"), asked == "fp16", args.fp8 or asked == "fp8"
+    if not {"bf16": args.bf16, "fp16": args.fp16, "fp8": args.fp8}.get(asked):
         raise UserError(
             f"accelerate launch --mixed_precision {asked} is not the precision of the recipe. Leave it out, and pass "
             "--bf16 or --fp16 to the recipe."
@@ -110,6 +111,22 @@ def check_device(args: Any) -> None:
         raise UserError(
             "accelerate turns FSDP on CPU processes into DDP without a message. On a CPU, launch with torchrun "
             "and pass --fsdp_size N, which shards through transformers."
+        )
+
+
+def check_accumulation(args: TrainingArguments, model: PreTrainedModel) -> None:
+    """
+    Raise `UserError` if tensor parallelism would add up the gradients of accumulated micro-batches several times.
+
+    NOTE: transformers' `replicated_with_grad_allreduce` adds up the gradient of a norm over the ranks after each
+    micro-batch, and with it the sums of the earlier ones.
+    """
+    is_split = (model.tp_size or 1) > 1 and model.config.qk_norm
+    if is_split and args.gradient_accumulation_steps > 1:
+        raise UserError(
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps} with --tp_size {model.tp_size} would "
+            "train the norms of queries and keys with wrong gradients. Use --gradient_accumulation_steps 1 and a "
+            "larger --per_device_train_batch_size, or shard with --fsdp_size."
         )
 
 

@@ -96,6 +96,10 @@ def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...], *, stre
     uses_peft = any(isinstance(part, AdapterArguments) and part.use_peft for part in others)
     if uses_peft and args.optim_preset == "muon":
         raise UserError("--optim_preset muon trains no adapters. Pass --optim_preset adamw with --use_peft.")
+    if uses_peft and args.fp8:
+        raise UserError(
+            "--fp8 trains no adapters: its gains are in the matrices that --use_peft freezes. Leave one out."
+        )
     if streaming and args.max_steps < 1:
         raise UserError(
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "

@@ -23,6 +23,7 @@ from ..runtime.names import check_choices
 from ..runtime.progress import shows_bars
 from ..runtime.ranks import first_process_first
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
+from .float8 import check_float8
 from .launch import (
     check_device,
     check_launch,
@@ -104,6 +105,15 @@ class LMTrainingArguments(TrainingArguments):
     bf16: bool = field(
         default=cast(bool, None), metadata={"help": "bfloat16 autocast. On by default where the hardware has it."}
     )
+    fp8: bool = field(
+        default=False,
+        metadata={"help": "float8 in the linear layers, beside bf16. It needs compute capability 8.9 and torchao."},
+    )
+    fp8_emulate: bool = field(
+        default=False, metadata={"help": "Round as --fp8 does, on any device, without its speed."}
+    )
+    # Whether the stage can train in float8.
+    takes_fp8: ClassVar[bool] = True
     torch_compile: bool = field(
         default=cast(bool, None), metadata={"help": "Compile each layer. On by default with CUDA, not with DeepSpeed."}
     )
@@ -185,6 +195,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed_plugin is not None:
             prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
         check_device(self)
+        check_float8(self)
 
     def _choose_reports(self) -> None:
         """Choose the progress bar and the trackers if the user left them out."""
@@ -272,6 +283,8 @@ class LMTrainingArguments(TrainingArguments):
         kind = self.device.type
         device = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind.replace("cpu", "CPU")
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "float32"
+        if self.fp8:
+            precision += " and emulated fp8" if self.fp8_emulate else " and fp8"
         return f"{self.world_size} process(es) on {device}, {precision}"
 
     @property

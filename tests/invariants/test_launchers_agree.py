@@ -22,6 +22,7 @@ DEEPSPEED = {path.stem: ["--deepspeed", str(path)] for path in sorted((ROOT / "d
 LAUNCHES = {
     "DDP": ("torchrun", []),
     "FSDP2": ("torchrun", ["--fsdp_size", "2"]),
+    "TP": ("torchrun", ["--tp_size", "2"]),
     **{name: ("deepspeed", words) for name, words in DEEPSPEED.items()},
 }
 SGD = ["--optim", "sgd", "--learning_rate", "0.1", "--max_grad_norm", "0", "--weight_decay", "0"]
@@ -56,7 +57,8 @@ def launch(workspace):
         launcher, sharding = LAUNCHES[way] if way in LAUNCHES else (way, [])
         key = (model, way, *arguments, *environment)
         if key not in runs:
-            batch = ["8", "1"] if launcher == "python" else ["2", "2"]
+            # Tensor-parallel ranks share their rows.
+            batch = ["8", "1"] if launcher == "python" or way == "TP" else ["2", "2"]
             words = [
                 *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
                 *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2"),
@@ -91,7 +93,7 @@ def assert_same_weights(run: Run, reference: Run):
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    [*(("moe", way) for way in LAUNCHES if "offload" not in way), *(("dense", way) for way in ("DDP", "zero3"))],
+    [*(("moe", way) for way in LAUNCHES if "offload" not in way), *(("dense", way) for way in ("DDP", "TP", "zero3"))],
 )
 def test_losses_gradient_norms_and_weights_agree(launch, model, way):
     """AdamW hides a wrong gradient scale; SGD without clipping shows it in the weights."""
@@ -119,7 +121,7 @@ def test_clipping_and_adamw_agree(launch, way):
     assert_same_steps(launch("moe", way, ADAMW), launch("moe", "python", ADAMW))
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP2", "zero1", "zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "TP", "zero1", "zero2_offload", "zero3_offload"])
 def test_muon_is_the_default_and_agrees(launch, way):
     """Agree within the rounding of Muon's bfloat16 iteration. AdamW's weights are much farther away."""
     reference, run = launch("moe", "python", MUON), launch("moe", way, MUON)

@@ -1,5 +1,8 @@
 """The command line: defaults, YAML files and refused values."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
@@ -9,6 +12,7 @@ from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import parsing
 from hf_pretrain.training import training_arguments as training_args
+from hf_pretrain.training.launch import check_accumulation
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments, load_config, load_model
@@ -176,6 +180,17 @@ def test_data_parallel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(LMTrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match="torchrun --standalone --nproc_per_node 2"):
         parse(tmp_path, "--use_cpu")
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "qk_norm", "accumulation"), [(2, True, 2), (None, True, 2), (2, False, 2), (2, True, 1)]
+)
+def test_tensor_parallelism_does_not_accumulate_the_gradients_of_head_norms(tmp_path, tp_size, qk_norm, accumulation):
+    args = parse(tmp_path, "--use_cpu", "--gradient_accumulation_steps", str(accumulation))[2]
+    model = SimpleNamespace(tp_size=tp_size, config=SimpleNamespace(qk_norm=qk_norm))
+    refused = (tp_size, qk_norm, accumulation) == (2, True, 2)
+    with pytest.raises(ValueError, match="--tp_size 2 would train") if refused else nullcontext():
+        check_accumulation(args, model)
 
 
 @pytest.fixture(scope="module")

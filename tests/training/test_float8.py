@@ -1,0 +1,160 @@
+"""Training in float8: what computes in it, what stays equal, and what is refused. `make test-float8` has torchao."""
+
+import importlib.util
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_pretrain.training.float8 import check_float8, convert_to_float8
+from hf_pretrain.training.recipe import begin_run
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights.adapters import AdapterArguments
+from hf_pretrain.weights.models import ModelArguments
+from tests.toys import EXPERTS, toy_model
+from tests.training.test_masked_loss_trainer import make_documents, make_model, make_trainer
+
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is missing: make test-float8"
+)
+EMULATED = {"fp8": True, "fp8_emulate": True, "bf16": True}
+
+
+def losses_and_gradients(model: nn.Module, rows: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the sum of the losses of all rows, one micro-batch per row of `rows`, and the accumulated gradients."""
+    model.zero_grad()
+    losses = [model(part, labels=part, use_cache=False).loss * len(part) for part in rows]
+    sum(losses).backward()
+    return sum(losses).item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@needs_torchao
+def test_the_linear_layers_of_the_decoder_compute_in_float8():
+    model = toy_model(vocab_size=160, qk_norm=True, intermediate_size=64, **EXPERTS)
+    before, types = dict(model.named_parameters()), {name: type(part) for name, part in model.named_modules()}
+    convert_to_float8(model.model.layers, emulates=True)
+    after = dict(model.named_parameters())
+    # Optimizers and checkpoints see no difference.
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    changed = {name.split(".")[-1] for name, part in model.named_modules() if type(part) is not types[name]}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@needs_torchao
+def test_losses_and_gradients_are_rounded_and_independent_of_the_micro_batch(input_ids):
+    model, exact = (toy_model(vocab_size=160, intermediate_size=64, initializer_range=0.1) for _ in range(2))
+    convert_to_float8(model.model.layers, emulates=True)
+    whole, gradients = losses_and_gradients(model, input_ids[None])
+    single, of_single = losses_and_gradients(model, input_ids[:, None])
+    reference, of_reference = losses_and_gradients(exact, input_ids[None])
+    assert single == pytest.approx(whole, rel=1e-6)
+    assert whole == pytest.approx(reference, rel=5e-2) and abs(whole - reference) > 1e-4 * reference
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(of_single[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+        assert (gradient - of_reference[name]).norm() < 0.3 * of_reference[name].norm(), name
+
+
+@needs_torchao
+@pytest.mark.parametrize("optim_preset", ["muon", "adamw"])
+def test_a_run_resumes_exactly_and_saves_plain_weights(tmp_path, optim_preset):
+    arguments = EMULATED | {"optim": None, "optim_preset": optim_preset, "learning_rate": 1e-2}
+    arguments |= {"save_strategy": "steps", "save_steps": 3}
+    trainer = make_trainer(tmp_path, make_documents(), model=make_model(4), arguments=arguments)
+    trainer.train()
+    trainer.save_model()
+    again = make_trainer(tmp_path, make_documents(), model=make_model(4), arguments=arguments)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    plain, weights = make_model(4), load_file(tmp_path / "model.safetensors")
+    for (name, weight), resumed in zip(trainer.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(weight, resumed), name
+        assert weights.get(name, weight).dtype == torch.float32
+    assert not plain.load_state_dict(weights, strict=False).unexpected_keys
+    arguments |= {"fp8": False, "fp8_emulate": False}
+    in_bf16 = make_trainer(tmp_path / "bf16", make_documents(), model=make_model(4), arguments=arguments)
+    in_bf16.train()
+    pairs = zip(trainer.state.log_history, in_bf16.state.log_history, strict=True)
+    losses = [(entry["loss"], other["loss"]) for entry, other in pairs if "loss" in entry]
+    assert len(losses) == 6 and all(loss == pytest.approx(other, rel=1e-2) for loss, other in losses)
+    assert any(loss != other for loss, other in losses)
+
+
+@needs_torchao
+def test_sizes_that_the_kernels_cannot_multiply_are_refused():
+    model = toy_model(vocab_size=160, intermediate_size=60)
+    with pytest.raises(ValueError, match="0.mlp.gate_proj of the decoder layers has 60 x 32"):
+        convert_to_float8(model.model.layers, emulates=True)
+
+
+def test_the_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ImportError, match=r"--fp8 needs torchao: pip install .*\[fp8\]"):
+        convert_to_float8(toy_model().model.layers, emulates=True)
+
+
+def make_arguments(tmp_path, **values) -> LMTrainingArguments:
+    return LMTrainingArguments(output_dir=str(tmp_path), report_to="none", **{"use_cpu": True} | values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"fp8": True, "bf16": True}, "needs a GPU of compute capability 8.9 .* uses cpu.*--fp8_emulate"),
+        ({"fp8_emulate": True}, "--fp8 is missing"),
+        (EMULATED | {"bf16": False}, "Add --bf16"),
+    ],
+)
+def test_unsupported_runs_are_refused(tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        make_arguments(tmp_path, **values)
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)])
+def test_the_units_are_those_of_ada_and_later(tmp_path, monkeypatch, capability, fits):
+    args = make_arguments(tmp_path, **EMULATED)
+    args.fp8_emulate = False
+    monkeypatch.setattr(LMTrainingArguments, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if fits:
+        check_float8(args)
+    else:
+        with pytest.raises(ValueError, match="compute capability 8.9"):
+            check_float8(args)
+
+
+def test_sharded_weights_and_other_stages_are_refused(tmp_path, monkeypatch):
+    args = make_arguments(tmp_path, **EMULATED)
+    monkeypatch.setattr(args, "fsdp_size", 2)
+    with pytest.raises(ValueError, match="cannot train with sharded weights"):
+        check_float8(args)
+    monkeypatch.setattr(args, "fsdp_size", 1)
+    for stage, config in ((0, None), (2, None), (3, ValueError)):
+        monkeypatch.setattr(args, "deepspeed_plugin", SimpleNamespace(zero_stage=stage))
+        with pytest.raises(config, match="sharded weights") if config else nullcontext():
+            check_float8(args)
+    monkeypatch.setattr(args, "deepspeed_plugin", None)
+    monkeypatch.setattr(LMTrainingArguments, "takes_fp8", False)
+    with pytest.raises(ValueError, match="pretraining, fine-tuning and distillation only"):
+        check_float8(args)
+
+
+def test_adapters_are_refused(tmp_path):
+    args = make_arguments(tmp_path, **EMULATED, optim_preset="adamw")
+    with pytest.raises(ValueError, match="--fp8 trains no adapters"):
+        begin_run(args, ModelArguments(), AdapterArguments(use_peft=True))
+
+
+def test_accelerate_launch_asks_for_float8(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    args = make_arguments(tmp_path, fp8_emulate=True)
+    # accelerate itself must not convert the model.
+    assert args.fp8 and args.bf16 and args.mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="compute capability 8.9"):
+        make_arguments(tmp_path)
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
+    with pytest.raises(ValueError, match="--fp8_backend ao"):
+        make_arguments(tmp_path, fp8_emulate=True)
