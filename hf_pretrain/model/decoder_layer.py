@@ -147,8 +147,14 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor:
-        """Map `(batch_size, seq_len, hidden_size)` to the same shape. Arguments: [`MiniMindAttention.forward`]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Map `(batch_size, seq_len, hidden_size)` to the same shape. Arguments: [`MiniMindAttention.forward`].
+
+        Returns:
+            `tuple`: the hidden states, and the router logits of shape `(batch_size * seq_len, num_experts)`, or `None`
+            without experts. A hook that recorded these logits would split the compiled graph of the layer.
+        """
         attention_output, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,
@@ -157,4 +163,6 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
             **kwargs,
         )
         hidden_states = hidden_states + self.dropout(attention_output)
-        return hidden_states + self.dropout(self.mlp(self.post_attention_layernorm(hidden_states)))
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        mlp_output, router_logits = mlp_output if isinstance(mlp_output, tuple) else (mlp_output, None)
+        return hidden_states + self.dropout(mlp_output), router_logits

@@ -1,12 +1,13 @@
 """The feed-forward part of a decoder layer: a SwiGLU, or a mixture of experts with a router."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward, use_experts_implementation
+from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 
 from .configuration_minimind import MiniMindConfig
 from .packed_attention import compute_dtype
@@ -62,44 +63,58 @@ class MiniMindTopKRouter(nn.Module):
         return router_logits, weights.type_as(hidden_states), experts
 
 
-def grouped_mm_in_autocast(
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """
+    Return whether torch multiplies groups of rows in one kernel. Elsewhere it loops over the groups, and each product,
+    forward and backward, waits for the device to learn their sizes.
+    """
+    has_kernel = dtype == torch.bfloat16 and device.type == "cuda"
+    return has_kernel and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def grouped_experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """
-    Compute the experts with transformers' grouped matrix products, in autocast's dtype where autocast is on.
+    Compute the experts by products over tokens that are sorted by expert, in autocast's dtype where autocast is on.
+
+    Without a kernel for groups, the host reads the sizes of the groups once, and all products use them. So a layer
+    waits once for the device, and with the kernel never.
 
     Args:
-        module (`nn.Module`): the experts.
+        module ([`MiniMindExperts`]): the experts.
         hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`)
-        top_k_index, top_k_weights (`torch.Tensor` of shape `(num_tokens, top_k)`)
+        top_k_index, top_k_weights (`torch.Tensor` of shape `(num_tokens, top_k)`). Under expert parallelism, the
+            index `num_experts` stands for an expert of another rank, and its weight is zero.
 
     Returns:
         `torch.Tensor` of shape `(num_tokens, hidden_size)`.
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        # NOTE: autocast has no rule for grouped products, so transformers casts the tokens to the dtype of the
-        # weights. If that is float32, a compiled graph falls back to a loop over experts that waits for the device.
-        module = _CastExperts(module, compute_dtype(hidden_states))
-    return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-
-
-class _CastExperts:
-    """Stand-in for a module of experts: the attributes that transformers reads, with the weights in another dtype."""
-
-    def __init__(self, experts: nn.Module, dtype: torch.dtype):
-        self.gate_up_proj = experts.gate_up_proj.to(dtype)
-        self.down_proj = experts.down_proj.to(dtype)
-        self.num_experts = experts.num_experts
-        self.has_gate, self.has_bias, self.has_post_expert_norm = True, False, False
-        self.is_transposed = False
-        self._is_expert_parallel = experts._is_expert_parallel
-        # NOTE: transformers' decorator adds this method to the experts' class.
-        self._apply_gate = experts._apply_gate
+    # Autocast has no rule for grouped products.
+    dtype, top_k = compute_dtype(hidden_states), top_k_index.shape[-1]
+    expert_ids, order = top_k_index.flatten().sort(stable=True)
+    # Copy each token for each of its experts. Then backward adds the copies up in a fixed order, which `index_select`
+    # with repeated indices would not.
+    copies = hidden_states.to(dtype).unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
+    # (num_experts,): end of each expert's rows
+    experts = torch.arange(module.num_experts, device=expert_ids.device)
+    ends = torch.searchsorted(expert_ids, experts, right=True, out_int32=True)
+    # torch's kernel leaves the rows of other ranks' experts uninitialised, and transformers' operator writes zeros.
+    if has_grouped_kernel(hidden_states.device, dtype) and not module._is_expert_parallel:
+        multiply = partial(F.grouped_mm, offs=ends)
+    else:
+        # NOTE: this operator of transformers reads `offs` in forward and backward. On the host, reading costs nothing.
+        multiply = partial(torch.ops.transformers.grouped_mm_fallback, offs=ends.cpu())
+    gate, up = multiply(copies.index_select(0, order), module.gate_up_proj.to(dtype).mT).chunk(2, dim=-1)
+    outputs = multiply(module.act_fn(gate) * up, module.down_proj.to(dtype).mT)
+    # Back to the order of the tokens: (num_tokens * top_k, hidden_size) -> (num_tokens, top_k, hidden_size)
+    outputs = torch.empty_like(outputs).index_copy(0, order, outputs).unflatten(0, top_k_index.shape)
+    return (outputs * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
 
 # A separate interface: an entry in transformers' global one would change the experts of other models in this process.
 EXPERTS_FUNCTIONS = ExpertsInterface()
-EXPERTS_FUNCTIONS["grouped_mm"] = grouped_mm_in_autocast
+EXPERTS_FUNCTIONS["grouped_mm"] = grouped_experts_forward
 
 
 @use_experts_implementation(experts_interface=EXPERTS_FUNCTIONS)
@@ -169,12 +184,12 @@ class MiniMindSparseMoeBlock(nn.Module):
             else None
         )
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map `(batch_size, seq_len, hidden_size)` to the same shape. A hook on the router records its logits."""
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map `(batch_size, seq_len, hidden_size)` to the same shape, and return it with the router logits."""
         # (batch_size, seq_len, hidden_size) -> (batch_size * seq_len, hidden_size)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, experts = self.gate(tokens)
+        router_logits, weights, experts = self.gate(tokens)
         output = self.experts(tokens, experts, weights)
         if self.shared_experts is not None:
             output = output + self.shared_experts(tokens)
-        return output.reshape(hidden_states.shape)
+        return output.reshape(hidden_states.shape), router_logits

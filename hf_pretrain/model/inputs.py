@@ -12,7 +12,7 @@ from .configuration_minimind import TESTED_VERSIONS
 KNOWN_ARGUMENTS = frozenset(
     {
         # read by the decorators of `forward`
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("output_attentions", "output_hidden_states"),
         *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),
         # packed sequences
         *("cu_seq_lens_q", "max_length_q", "packed_documents"),

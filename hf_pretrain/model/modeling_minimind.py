@@ -79,6 +79,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         cache: Cache | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
         """
@@ -95,6 +96,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
             use_cache (`bool`, *optional*): create and return a cache where none is given.
             cache ([`Cache`] or `PagedAttentionCache`, *optional*): the name of transformers 5.24 for
                 `past_key_values`, and in all versions the paged cache of continuous batching.
+            output_router_logits (`bool`, *optional*): return the router logits of every layer.
             cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): start of each document in
                 the flattened batch, and its end.
             max_length_q (`int`, *optional*): length of the longest document, or more.
@@ -153,8 +155,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
         position_embeddings = self.rotary_emb(position_ids)
         hidden_states = self.dropout(inputs_embeds)
         # The slice lets `num_hidden_layers` be lowered after loading, as in transformers' models.
+        all_router_logits: list[torch.Tensor] = []
         for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(
+            hidden_states, router_logits = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=causal_mask,
@@ -163,7 +166,15 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+            if router_logits is not None:
+                all_router_logits.append(router_logits)
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        return MoeModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states),
+            router_logits=tuple(all_router_logits) if output_router_logits else None,
+            **{CACHE_NAME: cache},
+        )
 
 
 @dataclass

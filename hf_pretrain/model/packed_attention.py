@@ -91,7 +91,11 @@ def find_packed_documents(
     # `varlen_attn` needs only an upper bound. To read the exact length, the CPU would wait for the GPU.
     max_length = max_length or position_ids.shape[1]
     if not in_groups:
-        return PackedDocuments(cu_seq_lens.int(), max_length)
+        cu_seq_lens = cu_seq_lens.int()
+        # Each batch has another number of documents and another longest one. A compiled layer would be compiled again
+        # for the first new number, and for the first new length; powers of two, and the row length, change rarely.
+        torch._dynamo.maybe_mark_dynamic(cu_seq_lens, 0)
+        return PackedDocuments(cu_seq_lens, min(1 << (max_length - 1).bit_length(), position_ids.shape[1]))
     starts = cu_seq_lens[:-1].long()
     # With as many documents as rows, each row is one document, and the batch itself is the only group.
     if len(starts) == len(position_ids):

@@ -5,7 +5,6 @@ from torch import nn
 from transformers import initialization as init
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_minimind import MiniMindConfig
 from .decoder_layer import MiniMindAttention, MiniMindDecoderLayer
@@ -34,7 +33,6 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {
-        "router_logits": OutputRecorder(MiniMindTopKRouter, index=0),
         "hidden_states": MiniMindDecoderLayer,
         "attentions": MiniMindAttention,
     }

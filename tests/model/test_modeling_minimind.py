@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -31,7 +32,7 @@ from hf_pretrain import (
     MiniMindForTokenClassification,
     MiniMindModel,
 )
-from hf_pretrain.model import packed_attention
+from hf_pretrain.model import experts, packed_attention
 from hf_pretrain.model.configuration_minimind import TESTED_VERSIONS
 from hf_pretrain.model.loss import linear_masked_cross_entropy
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks
@@ -348,7 +349,7 @@ def test_experts_equal_a_loop_over_experts(build_model, implementation, top_k, n
     inputs = [hidden_states, *mlp.parameters()]
     direction = torch.randn(2, 9, 32)
     results = []
-    for output in (mlp(hidden_states), loop_over_experts(mlp, hidden_states)):
+    for output in (mlp(hidden_states)[0], loop_over_experts(mlp, hidden_states)):
         results.append((output, torch.autograd.grad((output * direction).sum(), inputs)))
     (output, grads), (expected, expected_grads) = results
     assert_near(output, expected)
@@ -417,6 +418,49 @@ def varlen_kernel(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_grouped_experts_equal_the_loop(build_model, monkeypatch, top_k, dtype, has_kernel):
+    """Check both branches for GPUs: torch's kernel for groups, and sizes that the host reads."""
+    asked = []
+    monkeypatch.setattr(experts, "has_grouped_kernel", lambda *args: asked.append(args) or has_kernel)
+    module = build_model(num_experts=4, num_experts_per_tok=top_k).model.layers[0].mlp.experts.to(dtype)
+    tokens = torch.randn(50, 32, dtype=dtype, requires_grad=True)
+    weights = torch.rand(50, top_k, dtype=dtype, requires_grad=True)
+    # Most tokens go to expert 3, and none to expert 1.
+    index = torch.stack([torch.full((50,), 3), torch.arange(50) % 2 * 2], dim=1)[:, :top_k]
+    index[0, 0] = 2 - index[0, -1] if top_k == 2 else 0
+    results = []
+    for implementation in ("grouped_mm", "eager"):
+        module.config._experts_implementation = implementation
+        output = module(tokens, index, weights)
+        inputs = [tokens, weights, module.gate_up_proj, module.down_proj]
+        results.append([output, *torch.autograd.grad((output * tokens.detach()).sum(), inputs)])
+    assert asked == [(torch.device("cpu"), dtype)]
+    for result, expected in zip(*results, strict=True):
+        assert result.dtype == dtype
+        assert_near(result.float(), expected.float(), 1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_experts": 4, "num_shared_experts": 1}], ids=["dense", "moe"])
+def test_a_layer_is_one_graph_for_any_documents(build_model, varlen_kernel, overrides):
+    """Check it in training, which asks for router logits, and on the branch for GPUs in half precision."""
+    model = build_model(**overrides)
+    model.set_attn_implementation("packed")
+    counter = CompileCounter()
+    model.model.layers[0].compile(backend=counter)
+    for starts in ([0, 24], [0, 5, 24, 31], [0, 3, 24, 30, 40]):
+        position_ids = torch.arange(48)
+        for start in starts:
+            position_ids[start:] = torch.arange(48 - start)
+        ends = torch.tensor([*starts, 48], dtype=torch.int32)
+        arguments = {"cu_seq_lens_q": ends, "max_length_q": int(ends.diff().max())}
+        input_ids = torch.randint(100, (2, 24))
+        model.train()(input_ids, position_ids=position_ids.view(2, 24), labels=input_ids, **arguments).loss.backward()
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("counted", [True, False], ids=["collator", "positions"])
 def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
     """Check the branch for GPUs in half precision, with a written-out kernel in place of FlashAttention."""
@@ -438,8 +482,9 @@ def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
     output.loss.backward()
     assert_near(output.logits, expected.logits)
     assert_near(gradients(model), expected_gradients, 1e-4)
-    assert longest < 24
-    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[longest if counted else 24] * 2)
+    # A power of two, so that other lengths do not compile another graph.
+    assert 8 < longest <= 16
+    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[16 if counted else 24] * 2)
     # On a GPU, `nonzero` waits for all queued kernels.
     assert ("aten.nonzero.default" in operators.names) is not counted
 
@@ -474,13 +519,13 @@ def test_experts_compute_in_the_dtype_of_autocast(build_model, input_ids):
     model.set_experts_implementation("grouped_mm")
     with Operators() as products:
         model(input_ids, labels=input_ids).loss.backward()
-    # Two layers with two products each, and two more products for the gradients of each.
-    assert products.grouped_dtypes == [{torch.float32}] * 12
+    # Two layers with two products each, and one operator for the gradients of each.
+    assert products.grouped_dtypes == [{torch.float32}] * 8
     with Operators() as products:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids, labels=input_ids).loss
         loss.backward()
-    assert products.grouped_dtypes == [{torch.bfloat16}] * 12
+    assert products.grouped_dtypes == [{torch.bfloat16}] * 8
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
