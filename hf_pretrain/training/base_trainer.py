@@ -85,6 +85,9 @@ class RunTrainer(Trainer):
         if self.lm_args is not None and self.lm_args.fp8:
             convert_to_float8(base_model.model.layers, emulates=self.lm_args.fp8_emulate)
         if self.lm_args is not None and self.lm_args.compiles_layers:
+            # NOTE: DDP's optimization would split the graph of each layer, and bypass the cache of compiled graphs.
+            # Without it, a layer's gradients are reduced while the backward pass of the layer before it runs.
+            torch._dynamo.config.optimize_ddp = False
             # Trainer would compile the whole model, again for each length of a batch and for each mode.
             for layer in base_model.model.layers:
                 layer.compile(**self.lm_args.compile_options)

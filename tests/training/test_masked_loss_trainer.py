@@ -8,8 +8,10 @@ import random
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 import torch.nn.functional as F
 from datasets import Dataset
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import IterableDataset
 from transformers import (
     LlamaConfig,
@@ -444,6 +446,23 @@ def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
     compiled = train(trainer)
     assert counter.num_graphs[1] > 0 and counter.num_graphs[-1] == counter.num_graphs[1]
     assert [step["loss"] for step in compiled] == pytest.approx([step["loss"] for step in plain], rel=1e-5)
+
+
+def test_a_compiled_layer_is_one_graph_under_ddp(tmp_path):
+    """DDP's optimization would cut it where a bucket of gradients is full, and bypass the cache of compiled graphs."""
+    counter, input_ids = CompileCounter(), torch.randint(3, 64, (2, 8))
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        model = make_trainer(tmp_path, make_documents(), arguments={"torch_compile_backend": "eager"}).model
+        model.set_attn_implementation("sdpa")
+        model.model.layers[0].compile(backend=counter)
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+        try:
+            # A bucket holds 0.01 MiB, less than a layer.
+            ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+            ddp(input_ids, labels=input_ids).loss.backward()
+        finally:
+            dist.destroy_process_group()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow
