@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torchgen
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.model.packed_attention import LEAKY_DEVICES
 
 
 EXPERTS = {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
@@ -29,10 +33,45 @@ def write_jsonl(path: Path, records: Iterable[dict | str]) -> str:
     return str(path)
 
 
-class WithoutFloat64(TorchDispatchMode):
-    """Raise an error for float64 and complex128, as a device without them would, such as MPS."""
+@cache
+def operators_without_mps() -> frozenset[str]:
+    """Return the names of torch's operators that have no kernel for Apple GPUs, from the table in torch's wheel."""
+    table = Path(torchgen.__file__).with_name("packaged") / "ATen/native/native_functions.yaml"
+    entries = yaml.load(table.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    by_name = {entry["func"].partition("(")[0]: entry for entry in entries}
+
+    def has_kernel(name: str) -> bool:
+        entry = by_name[name]
+        if "structured_delegate" in entry:
+            return has_kernel(entry["structured_delegate"])
+        # Operators without a table consist of other operators, on every device.
+        keys = ", ".join(entry.get("dispatch", ["Composite"]))
+        return "MPS" in keys.split(", ") or "Composite" in keys
+
+    # Apple GPUs have an attention kernel of their own.
+    return frozenset(name for name in by_name if not has_kernel(name) and "attention_for_cpu" not in name)
+
+
+class LikeMPS(TorchDispatchMode):
+    """
+    Run on the CPU as on an Apple GPU: take its branches, and raise an error for what torch lacks there (float64,
+    complex128, about 360 operators) or computes wrongly (causal attention without a mask).
+    """
+
+    def __enter__(self):
+        LEAKY_DEVICES.add("cpu")
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        LEAKY_DEVICES.remove("cpu")
+        super().__exit__(*args)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::")
+        if name in operators_without_mps():
+            raise NotImplementedError(f"{name} has no kernel for MPS")
+        if name == "_scaled_dot_product_flash_attention_for_cpu":
+            assert not any(args[3:5]) or args[0].shape[2] == 1, f"{name} with dropout or is_causal"
         outputs = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, outputs)):
             if isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128):

@@ -26,6 +26,10 @@ IMPLEMENTATIONS = ("packed", "sdpa", "eager", "flex_attention")
 SHORT_DOCUMENT = 32
 # Number of queries per matrix product in `_attend_in_blocks`.
 ATTENTION_BLOCK = 256
+# NOTE: on Apple GPUs in half precision, `is_causal=True` let queries attend to later tokens without an error
+# (https://github.com/pytorch/pytorch/issues/195910; torch 2.14 is known to be right). There, matrix products and
+# explicit masks replace it.
+LEAKY_DEVICES = {"mps"}
 
 
 @dataclass(eq=False)
@@ -161,7 +165,12 @@ def find_visible(
         )
     if name != "packed" or attention_mask is not None or cache is not None:
         # By position: transformers 5.24 renamed the argument of the cache.
-        return create_causal_mask(config, inputs_embeds, attention_mask, cache, position_ids), None
+        mask = create_causal_mask(config, inputs_embeds, attention_mask, cache, position_ids)
+        seq_len = inputs_embeds.shape[1]
+        if mask is None and seq_len > 1 and device.type in LEAKY_DEVICES:
+            # transformers leaves out the mask of a whole sequence, and passes `is_causal=True`.
+            mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device).tril()
+        return mask, None
     # `varlen_attn` needs an Ampere GPU or newer, half precision and a supported head_dim; it has no dropout.
     in_groups = (
         device.type != "cuda"
@@ -293,7 +302,8 @@ def _attend_in_groups(
         for states in (query, key, value)
     ]
     # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products.
-    attend: Callable = _attend_in_blocks if value.device.type == "cpu" and value.dtype != torch.float32 else _attend
+    is_slow = value.device.type == "cpu" and value.dtype != torch.float32
+    attend: Callable = _attend_in_blocks if is_slow or value.device.type in LEAKY_DEVICES else _attend
     outputs = []
     for shape, *states in zip(documents.groups, *split, strict=True):
         # (num_documents * length, num_heads, head_dim) -> (num_documents, num_heads, length, head_dim)
@@ -324,7 +334,8 @@ def _attend_in_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     for start in range(0, seq_len, ATTENTION_BLOCK):
         stop = min(start + ATTENTION_BLOCK, seq_len)
         # (num_groups * (stop - start), stop): minus infinity for keys after the query
-        mask = torch.full((stop - start, stop), -torch.inf, dtype=query.dtype).triu_(start + 1).repeat(num_groups, 1)
+        mask = torch.full((stop - start, stop), -torch.inf, dtype=query.dtype, device=query.device)
+        mask = mask.triu_(start + 1).repeat(num_groups, 1)
         # (batch_size, num_heads, block, head_dim) -> (batch_size * num_key_value_heads, num_groups * block, head_dim)
         rows = query[:, :, start:stop].reshape(len(key), num_groups * (stop - start), head_dim)
         weights = torch.baddbmm(mask, rows, key[:, :stop].mT, alpha=scaling).softmax(dim=-1)

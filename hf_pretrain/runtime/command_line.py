@@ -5,6 +5,7 @@ After a mistake of the user, a recipe ends with one line; after a bug, it ends w
 are hidden if the user cannot act on them.
 """
 
+import io
 import logging
 import os
 import re
@@ -82,12 +83,15 @@ def one_line_errors() -> Iterator[None]:
     line only if it does not, because the first rank may not have made the mistake.
     """
     quiet_libraries()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A pipe on Windows has the code page of the system, which may not contain the characters of a sample.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except KeyboardInterrupt:
         # The status tells the shell that the user has interrupted the program.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     except Exception as error:
         # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
         mistake = str(error).rpartition("UserError: ")[2] if isinstance(error, UserError) else None

@@ -41,6 +41,8 @@ def has_bfloat16_units(device_type: str) -> bool:
     if device_type == "cuda":
         # torch counts emulation as support by default.
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device_type == "mps":
+        return torch.backends.mps.is_macos_or_newer(14, 0)
     if device_type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     # The last name is Arm's; the others are Intel's and AMD's.

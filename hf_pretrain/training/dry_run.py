@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import psutil
 import torch
 from datasets.config import HF_DATASETS_CACHE
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
@@ -144,6 +145,12 @@ def _describe_memory(trainer: Any, peak_bytes: float) -> str:
     device = trainer.args.device
     if device.type == "cuda":
         return f"{text}, of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
+    if device.type == "mps":
+        limit, free = torch.mps.recommended_max_memory(), psutil.virtual_memory().available
+        return (
+            f"{text}, of {limit / 2**30:.1f} GiB that Metal recommends as the most; {free / 2**30:.1f} GiB of the "
+            "memory that GPU and CPU share are free"
+        )
     # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
     return f"{text} (a longer run on a CPU may hold twice as much)"
 

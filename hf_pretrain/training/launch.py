@@ -13,6 +13,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel, TrainingArguments
@@ -24,6 +25,10 @@ from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 
 logger = logging.get_logger(__name__)
+
+# NOTE: before 2.14, torch's matrix products on Apple GPUs may be wrong if they sum over more terms, without an error
+# (https://github.com/pytorch/pytorch/issues/193487). The gradient of a matrix sums over the tokens of a micro-batch.
+_MAX_MPS_TERMS = 32768
 
 
 def take_launchers_precision(args: Any) -> None:
@@ -127,6 +132,16 @@ def check_accumulation(args: TrainingArguments, model: PreTrainedModel) -> None:
             f"--gradient_accumulation_steps {args.gradient_accumulation_steps} with --tp_size {model.tp_size} would "
             "train the norms of queries and keys with wrong gradients. Use --gradient_accumulation_steps 1 and a "
             "larger --per_device_train_batch_size, or shard with --fsdp_size."
+        )
+
+
+def check_micro_batch(num_tokens: int, device_type: str) -> None:
+    """Raise `ValueError` for a micro-batch whose gradients torch may compute wrongly on an Apple GPU."""
+    if device_type == "mps" and num_tokens > _MAX_MPS_TERMS and torch.__version__ < "2.14":
+        raise UserError(
+            f"A micro-batch of {num_tokens:,} tokens is too large. On Apple GPUs, torch {torch.__version__} may "
+            f"compute wrong gradients from more than {_MAX_MPS_TERMS:,}. Lower --per_device_train_batch_size, and "
+            "raise --gradient_accumulation_steps."
         )
 
 

@@ -31,6 +31,7 @@ from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
 from ..weights.adapters import base_model_of
 from .base_trainer import RunTrainer
+from .launch import check_micro_batch
 from .measurements import Meter, RouterLoad, flops_per_token, known_peak, record_router_load
 from .stopping import end_nonfinite_run
 
@@ -219,6 +220,7 @@ class MaskedLossTrainer(RunTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._is_evaluating:
             return self._evaluate_batch(model, inputs)
+        check_micro_batch(inputs["labels"].numel(), self.args.device.type)
         if num_items_in_batch is None:
             # The caller takes a step of its own, from this batch alone.
             num_items_in_batch = self._begin_step([inputs])
@@ -330,8 +332,8 @@ class MaskedLossTrainer(RunTrainer):
 
     def evaluate(self, *args, **kwargs):
         # Restore the random state afterwards: training must not depend on how often it is evaluated.
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        device = self.args.device
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             return super().evaluate(*args, **kwargs)
 
     # Evaluation

@@ -236,9 +236,15 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated GPU memory on CUDA, otherwise resident memory."""
+    """
+    Return the peak memory of this process in bytes: allocated GPU memory on CUDA and on Apple GPUs, otherwise resident
+    memory.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        # torch counts no peak there. The driver's memory includes blocks that torch keeps for later steps.
+        return torch.mps.driver_allocated_memory()
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":

@@ -227,6 +227,8 @@ class LMTrainingArguments(TrainingArguments):
         take_launchers_precision(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
+        # NOTE: torch pins no memory for Apple GPUs, and would warn.
+        self.dataloader_pin_memory = self.dataloader_pin_memory and device_type != "mps"
         # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
         # for each mode. `RunTrainer` compiles single layers with them.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}

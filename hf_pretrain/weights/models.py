@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
+from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices, hint
 from ..runtime.parser import ConfigLoader
@@ -178,8 +179,9 @@ def load_model(
     _warn_about_router_loss(config)
     attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation
     loading: dict[str, Any] = {"config": config, "attn_implementation": attn_implementation, "dtype": torch.float32}
-    if config.num_experts and not torch.accelerator.is_available():
-        # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts.
+    if config.num_experts and default_device_type(use_cpu=False) in ("cpu", "mps"):
+        # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts. For Apple
+        # GPUs torch has no kernel of it.
         # `from_pretrained` takes an argument, the constructor below reads the config.
         loading["experts_implementation"] = config._experts_implementation = "eager"
     if distributed is not None:

@@ -22,7 +22,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
-from tests.toys import WithoutFloat64, write_jsonl
+from tests.toys import LikeMPS, write_jsonl
 from tests.training.test_masked_loss_trainer import make_documents, make_model, pack, train
 from tests.training.test_masked_loss_trainer import written_out_loss as cross_entropy_and_router_loss
 
@@ -117,12 +117,16 @@ def test_model_flops_include_the_forward_pass_of_the_teacher(tmp_path):
     assert flops == pytest.approx(6 * numbers[0] + 2 * numbers[1])
 
 
-def test_no_float64_is_needed(tmp_path):
-    with WithoutFloat64():
-        trainer = make_distiller(tmp_path, make_documents(weighted=True))
+def test_apple_gpus_have_what_a_run_needs(tmp_path):
+    arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with LikeMPS():
+        trainer = make_distiller(tmp_path, make_documents(weighted=True), arguments=arguments)
         trainer.train()
         assert trainer.evaluate()["eval_kl"] > 0
         trainer.save_model()
+        again = make_distiller(tmp_path, make_documents(weighted=True), arguments=arguments)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.state.global_step == 2
 
 
 def test_the_teacher_does_not_change(tmp_path):

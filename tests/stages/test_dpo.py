@@ -16,7 +16,7 @@ from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import WithoutFloat64, write_jsonl
+from tests.toys import LikeMPS, write_jsonl
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
@@ -146,12 +146,16 @@ def test_an_evaluation_records_the_expert_load_of_the_steps_before_it(build_trai
     assert entry["router_load"] == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
-def test_a_run_logs_its_tokens_and_speed_and_needs_no_float64(build_trainer):
-    trainer = build_trainer(experts=EXPERTS, max_steps=2, logging_steps=1)
-    with WithoutFloat64():
+def test_a_run_logs_its_tokens_and_speed_and_apple_gpus_have_what_it_needs(build_trainer, tmp_path):
+    arguments = {"experts": EXPERTS, "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    with LikeMPS():
+        trainer = build_trainer(**arguments)
         trainer.train()
         trainer.evaluate()
         trainer.save_model()
+        again = build_trainer(**arguments)
+        again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
+    assert again.state.num_input_tokens_seen == trainer.state.num_input_tokens_seen
     # Each step trains on all pairs.
     assert trainer.state.num_input_tokens_seen == 2 * sum(map(len, rows_of(trainer.train_dataset)))
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]

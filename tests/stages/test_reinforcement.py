@@ -27,7 +27,7 @@ from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import EXPERTS, WithoutFloat64, toy_model
+from tests.toys import EXPERTS, LikeMPS, toy_model
 
 
 RECIPE = str(ROOT / "recipes/grpo.py")
@@ -206,11 +206,15 @@ def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_no_float64_is_needed(tokenizer, tmp_path, algorithm):
-    trainer = toy_trainer(tokenizer, tmp_path, model=make_model(**EXPERTS), algorithm=algorithm, beta=0.1)
-    with WithoutFloat64():
+def test_apple_gpus_have_what_a_run_needs(tokenizer, tmp_path, algorithm):
+    arguments = {"algorithm": algorithm, "beta": 0.1, "save_strategy": "steps", "save_steps": 1}
+    with LikeMPS():
+        trainer = toy_trainer(tokenizer, tmp_path, model=make_model(**EXPERTS), **arguments)
         trainer.train()
         trainer.save_model()
+        again = toy_trainer(tokenizer, tmp_path, model=make_model(**EXPERTS), **arguments)
+        again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
+    assert again.state.global_step == 2
 
 
 def test_the_reference_is_the_policy_at_the_start(tokenizer, tmp_path):

@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 from datasets import Dataset
 
-from hf_pretrain.training.dry_run import begin_dry_run, format_plan
+from hf_pretrain.training.dry_run import _describe_memory, begin_dry_run, format_plan
+from hf_pretrain.training.measurements import peak_memory_bytes
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
 from tests.toys import write_jsonl
@@ -42,6 +44,18 @@ def test_the_plan_has_the_figures_of_the_run(tmp_path):
     assert re.match(r"\d+\.\d\d s per step, ", field(plan, "Time"))
     assert field(plan, "Disk").startswith(f"{12 * number / 1e6:,.0f} MB per checkpoint, 2 kept")
     assert field(plan, "Files").startswith(f"{tmp_path / 'run'}: ")
+
+
+def test_the_plan_names_the_memory_of_an_apple_gpu(tmp_path, monkeypatch):
+    trainer = make_run_trainer(tmp_path / "run")
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 * 2**30)
+    device = torch.device("mps")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.args), "device", device)
+        text = _describe_memory(trainer, peak_memory_bytes(device))
+    assert text.startswith("peak of 3.00 GiB per process in the measured steps, of 24.0 GiB that Metal recommends")
+    assert re.search(r"; \d+\.\d GiB of the memory that GPU and CPU share are free$", text)
 
 
 WORDS = ["--max_length", "32", "--use_cpu", "--bf16", "false", "--vocab_size", "300", "--report_to", "none"]

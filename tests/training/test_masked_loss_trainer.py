@@ -33,9 +33,10 @@ from hf_pretrain import (
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.callbacks import ProfilerCallback
+from hf_pretrain.training.launch import check_micro_batch
 from hf_pretrain.training.measurements import Meter
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from tests.toys import EXPERTS, WithoutFloat64, toy_model
+from tests.toys import EXPERTS, LikeMPS, toy_model
 
 
 LENGTHS = [7, 19, 4, 12, 16, 5, 9, 11, 3, 14, 20, 6, 8]
@@ -486,19 +487,29 @@ def test_logs_have_tokens_flops_and_memory(tmp_path):
     assert (step["num_input_tokens_seen"], step["learning_rate"]) == (sum(LENGTHS), 0.5)
 
 
-@pytest.mark.parametrize("num_experts", [0, 4])
-def test_training_evaluating_saving_and_resuming_need_no_float64(tmp_path, num_experts):
-    arguments = {"optim": "adamw_torch", "max_grad_norm": 1, "save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize(("num_experts", "optimizer"), [(0, {"optim": "adamw_torch"}), (4, {"optim": None})])
+def test_apple_gpus_have_what_a_run_with_adamw_or_muon_needs(tmp_path, num_experts, optimizer):
+    arguments = optimizer | {"max_grad_norm": 1, "save_strategy": "steps", "save_steps": 3}
     rows, tokenizer = make_documents(weighted=True), train_tokenizer(["a b c"] * 9, vocab_size=300)
     options = {"accumulation": 2, "arguments": arguments, "processing_class": tokenizer}
     trainer = make_trainer(tmp_path, rows, model=make_model(num_experts), **options)
-    with WithoutFloat64():
+    with LikeMPS():
         trainer.train()
         assert trainer.evaluate()["eval_bits_per_byte"] > 0
         trainer.save_model()
         again = make_trainer(tmp_path, rows, model=make_model(num_experts), **options)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert again.state.num_input_tokens_seen == trainer.state.num_input_tokens_seen
+
+
+def test_micro_batches_that_apple_gpus_get_wrong_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    check_micro_batch(64 * 512, "mps")
+    check_micro_batch(65 * 512, "cpu")
+    with pytest.raises(ValueError, match="A micro-batch of 33,280 tokens is too large: torch 2.13.0"):
+        check_micro_batch(65 * 512, "mps")
+    monkeypatch.setattr(torch, "__version__", "2.14.0")
+    check_micro_batch(65 * 512, "mps")
 
 
 def test_tokens_and_validation_losses_are_summed_beyond_float32_precision(tmp_path):

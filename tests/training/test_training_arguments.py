@@ -115,8 +115,10 @@ def test_layers_are_compiled_by_default_on_cuda_without_deepspeed(tmp_path, monk
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: False)
     args = parse(tmp_path)[2]
     assert args.compiles_layers is expected and args.bf16 is (kind is None and has_bfloat16_units("cpu"))
+    assert args.dataloader_pin_memory is (kind == "cuda")
 
 
 def test_a_yaml_extends_another_one(tmp_path):

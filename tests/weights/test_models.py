@@ -1,6 +1,7 @@
 """Models that the command-line arguments describe."""
 
 import pytest
+import torch
 
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -27,6 +28,14 @@ def test_a_router_loss_that_depends_on_the_micro_batch_is_reported(tokenizer, ca
     caplog.clear()
     args.config_overrides = "router_aux_loss_level=sequence"
     assert load_model(args, tokenizer).config.router_aux_loss_level == "sequence" and "micro-batch" not in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(None, "eager"), ("mps", "eager"), ("cuda", "grouped_mm")])
+def test_experts_run_in_a_loop_where_grouped_products_are_slow(tokenizer, monkeypatch, kind, expected):
+    accelerator = torch.device(kind) if kind else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    model = load_model(ModelArguments(vocab_size=300, config_overrides=TOP_1), tokenizer)
+    assert model.config._experts_implementation == expected
 
 
 @pytest.mark.parametrize(
