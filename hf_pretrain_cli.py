@@ -171,7 +171,8 @@ def _preset_config(stage: str, preset: str, flags: argparse.Namespace, gpus: lis
 
 def _launch_environment(launcher: str, nproc: int, gpus: list[str]) -> dict[str, str]:
     """Return the environment variables that assign GPUs or cores to the processes."""
-    environment: dict[str, str] = {}
+    # torch has no libuv on Windows, and its launcher asks for it by default.
+    environment = {"USE_LIBUV": "0"} if os.name == "nt" and nproc > 1 else {}
     if gpus and launcher != "deepspeed":
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:nproc])
     if not gpus and nproc > 1:
@@ -227,10 +228,16 @@ def _free_port() -> int:
 
 def start(command: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by a command, or run its launcher in this process."""
-    if Path(command[0]).name in ("torchrun", "accelerate"):
+    # On Windows, the programs end with .exe.
+    if Path(command[0]).stem in ("torchrun", "accelerate"):
         # The launchers read their own variables, and those of torch, when they are imported.
         os.environ.update(environment)
         raise SystemExit(_run_launcher(command))
+    if os.name == "nt":
+        # Windows cannot replace a process: `os.execve` ends this one at once with status 0, while the command runs on.
+        # Ctrl-C reaches both processes, and the command decides when it stops.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise SystemExit(subprocess.run(command, env=environment).returncode)
     os.execve(command[0], command, environment)
 
 
@@ -248,7 +255,7 @@ def _run_launcher(command: list[str]) -> int:
     for part in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{part}").disabled = True
     try:
-        if Path(command[0]).name == "torchrun":
+        if Path(command[0]).stem == "torchrun":
             torchrun.main(command[1:])
         else:
             from accelerate.commands.accelerate_cli import main as accelerate

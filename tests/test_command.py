@@ -10,6 +10,7 @@ import sys
 import venv
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,16 @@ def test_the_command_describes_itself_without_torch():
     names = [path.stem for path in (ROOT / "recipes").glob("*.py")]
     names += [path.parent.name for path in (ROOT / "recipes").glob("*/pretrain.yaml") if path.parent.name != "base"]
     assert [name for name in names if not re.search(rf"^  {name} ", listed, re.MULTILINE)] == []
+
+
+def test_on_windows_the_command_waits_for_the_run_and_keeps_its_status(monkeypatch):
+    monkeypatch.setattr(hf_pretrain_cli, "os", SimpleNamespace(name="nt"))
+    handlers: list = []
+    monkeypatch.setattr(signal, "signal", lambda *handler: handlers.append(handler))
+    with pytest.raises(SystemExit, match="3"):
+        hf_pretrain_cli.start([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
+    # The run, and not this command, decides when Ctrl-C stops it.
+    assert handlers == [(signal.SIGINT, signal.SIG_IGN)]
 
 
 def test_processes_on_cpus_share_the_cores(no_gpus, monkeypatch):

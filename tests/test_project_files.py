@@ -33,6 +33,13 @@ def test_github_runs_the_ci_script_and_as_root_the_tests_that_need_root():
     assert set(as_root.split("pytest ")[1].split()) == tests and tests
 
 
+def test_macos_and_windows_run_the_quick_tests():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/systems.yml").read_text())["jobs"].values()
+    (github,) = [step["run"] for step in job["steps"] if "pytest" in step.get("run", "")]
+    make = subprocess.run(["make", "-n", "test-quick"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert make.rpartition("-m pytest ")[2].split() == github.partition("-m pytest ")[2].split()
+
+
 def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
     (line,) = [line for line in PROJECT["dependencies"] if line.startswith("transformers>=")]
     version = re.match(r"transformers>=([\d.]+),", line)[1]

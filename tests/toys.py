@@ -1,6 +1,7 @@
 """Toy models and data that several tests start from."""
 
 import json
+import pickle
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,12 @@ def write_jsonl(path: Path, records: Iterable[dict | str]) -> str:
     rows = ({"text": record} if isinstance(record, str) else record for record in records)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+def check_start_of_workers(loader: Any) -> None:
+    """Check that workers which do not fork, as on Windows and macOS, can get what a loader gives them."""
+    for part in (loader.base_dataloader.dataset, loader.collate_fn, loader.worker_init_fn):
+        pickle.loads(pickle.dumps(part))
 
 
 @cache

@@ -39,6 +39,11 @@ class PaddedDataset(Dataset):
         # Any sampler with `set_epoch`. The caller sets it.
         self.sampler: Any = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # NOTE: workers that do not fork, as on Windows and macOS, get a copy, and read only rows. The sampler holds a
+        # generator from the second epoch on, and torch frees the generator's state before the worker has copied it.
+        return vars(self) | {"sampler": None}
+
     def __len__(self) -> int:
         return len(self.dataset)
 

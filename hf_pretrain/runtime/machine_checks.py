@@ -68,6 +68,8 @@ def check_devices() -> Iterator[Finding]:
     if torch.cuda.is_available():
         names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
         yield Finding(OK, "GPU", ", ".join(names))
+    elif torch.backends.mps.is_available():
+        yield Finding(OK, "GPU", f"{torch.backends.mps.get_name()}, through MPS")
     elif shutil.which("nvidia-smi") is not None:
         advice = "A driver is installed. Install a CUDA build of torch."
         yield Finding(BAD, "GPU", f"torch {torch.__version__} finds none", advice)
@@ -94,7 +96,9 @@ def check_ranks() -> Iterator[Finding]:
             continue
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
         command += ["-m", __spec__.name, kind]
-        fails = subprocess.run(command, capture_output=True).returncode != 0
+        # torch has no libuv on Windows, and its launcher asks for it by default.
+        environment = os.environ | ({"USE_LIBUV": "0"} if os.name == "nt" else {})
+        fails = subprocess.run(command, capture_output=True, env=environment).returncode != 0
         status, message = (BAD, f"{num_ranks} fail") if fails else (OK, f"{num_ranks} add numbers")
         yield Finding(status, f"ranks on {kind}", message, f"To see the error, run {' '.join(command)}")
 

@@ -1,8 +1,10 @@
 """Mistakes end a recipe with one line and status 2; bugs keep their tracebacks."""
 
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -133,6 +135,14 @@ def test_a_mistake_in_a_worker_process_is_one_line_and_a_bug_is_not(capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
     with pytest.raises(json.JSONDecodeError), one_line_errors():
         Dataset.from_dict({"part": ["bug"] * 2}).map(refuse, num_proc=2)
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("cp1252", r"\u7834 é"), ("gbk", "破 é")])
+def test_any_console_shows_a_sample(encoding, shown):
+    code = "from hf_pretrain.runtime.command_line import one_line_errors\nwith one_line_errors(): print('破 é')"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
+    assert output.decode(encoding).strip() == shown
 
 
 def test_a_full_disk_is_one_line(capsys):

@@ -22,7 +22,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
-from tests.toys import LikeMPS, write_jsonl
+from tests.toys import LikeMPS, check_start_of_workers, write_jsonl
 from tests.training.test_masked_loss_trainer import make_documents, make_model, pack, train
 from tests.training.test_masked_loss_trainer import written_out_loss as cross_entropy_and_router_loss
 
@@ -115,6 +115,12 @@ def test_model_flops_include_the_forward_pass_of_the_teacher(tmp_path):
     (step,) = train(trainer)
     flops = step["model_flops_per_second"] / step["tokens_per_second"]
     assert flops == pytest.approx(6 * numbers[0] + 2 * numbers[1])
+
+
+def test_workers_need_not_fork(tmp_path):
+    trainer = make_distiller(tmp_path, make_documents(weighted=True))
+    check_start_of_workers(trainer.get_train_dataloader())
+    check_start_of_workers(trainer.get_eval_dataloader())
 
 
 def test_apple_gpus_have_what_a_run_needs(tmp_path):

@@ -16,7 +16,7 @@ from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import LikeMPS, write_jsonl
+from tests.toys import LikeMPS, check_start_of_workers, write_jsonl
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
@@ -144,6 +144,12 @@ def test_an_evaluation_records_the_expert_load_of_the_steps_before_it(build_trai
     (entry,) = [entry for entry in trainer.state.log_history if "router_load" in entry]
     assert entry["step"] == 2
     assert entry["router_load"] == [pytest.approx(row, abs=1e-6) for row in expected]
+
+
+def test_workers_need_not_fork(build_trainer):
+    trainer = build_trainer()
+    check_start_of_workers(trainer.get_train_dataloader())
+    check_start_of_workers(trainer.get_eval_dataloader())
 
 
 def test_a_run_logs_its_tokens_and_speed_and_apple_gpus_have_what_it_needs(build_trainer, tmp_path):

@@ -27,7 +27,7 @@ from hf_pretrain.weights.adapters import AdapterArguments
 from hf_pretrain.weights.models import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import EXPERTS, LikeMPS, toy_model
+from tests.toys import EXPERTS, LikeMPS, check_start_of_workers, toy_model
 
 
 RECIPE = str(ROOT / "recipes/grpo.py")
@@ -203,6 +203,11 @@ def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(history) == 2 and all(math.isfinite(entry["grad_norm"]) for entry in history)
     assert trainer.state.num_input_tokens_seen > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_workers_need_not_fork(tokenizer, tmp_path, algorithm):
+    check_start_of_workers(toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

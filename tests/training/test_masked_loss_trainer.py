@@ -502,6 +502,16 @@ def test_apple_gpus_have_what_a_run_with_adamw_or_muon_needs(tmp_path, num_exper
     assert again.state.num_input_tokens_seen == trainer.state.num_input_tokens_seen
 
 
+@pytest.mark.slow
+def test_workers_that_do_not_fork_give_the_same_steps(tmp_path):
+    steps = []
+    for name, flags in (("none", {}), ("spawn", {"dataloader_num_workers": 1})):
+        arguments = flags | {"max_steps": 3, "dataloader_multiprocessing_context": name if flags else None}
+        steps.append(train(make_trainer(tmp_path / name, make_documents(weighted=True), arguments=arguments)))
+    for step, expected in zip(*steps, strict=True):
+        assert (step["loss"], step["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+
+
 def test_micro_batches_that_apple_gpus_get_wrong_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     check_micro_batch(64 * 512, "mps")
