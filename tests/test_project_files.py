@@ -40,6 +40,13 @@ def test_macos_and_windows_run_the_quick_tests():
     assert make.rpartition("-m pytest ")[2].split() == github.partition("-m pytest ")[2].split()
 
 
+def test_every_device_says_how_it_is_proven():
+    section = (ROOT / "docs/launching.md").read_text(encoding="utf-8").split("## Devices and systems")[1]
+    header, _, *rows = re.findall(r"^\|(.*)\|$", section.split("\n## ")[0], re.MULTILINE)
+    assert header.split("|")[-1].strip() == "proven how" and len(rows) >= 8
+    assert [row for row in rows if not all(cell.strip() for cell in row.split("|")) or row.count("|") != 2] == []
+
+
 def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
     (line,) = [line for line in PROJECT["dependencies"] if line.startswith("transformers>=")]
     version = re.match(r"transformers>=([\d.]+),", line)[1]
