@@ -1,12 +1,15 @@
 """Toy models and data that several tests start from."""
 
 import json
+import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torchgen
 import yaml
@@ -17,6 +20,7 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.packed_attention import LEAKY_DEVICES
 
 
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="Windows lacks fork, limits of files, or /dev/full")
 EXPERTS = {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
 
 
@@ -32,6 +36,19 @@ def write_jsonl(path: Path, records: Iterable[dict | str]) -> str:
     rows = ({"text": record} if isinstance(record, str) else record for record in records)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+@contextmanager
+def limited_file_size(num_bytes: int) -> Iterator[None]:
+    """Refuse to write larger files within the block, as a quota does."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def check_start_of_workers(loader: Any) -> None:

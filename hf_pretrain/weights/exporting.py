@@ -206,6 +206,8 @@ def export(
         name = f"GGUF ({target})" if format == "gguf" else target
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
         report = compare(_cast(model, torch.float32), written.eval(), name, dtype, documents)
+        # Its weights are mapped from the files, and Windows renames no file that is mapped.
+        del written
         difference = report.decisive_difference
         # In the model's own dtype no weight was rounded, so only the order of float32 operations may differ.
         if not math.isfinite(difference) or (dtype == source_dtype and difference > 1e-5):

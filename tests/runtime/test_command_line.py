@@ -24,7 +24,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.layouts import LAYOUTS
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import toy_model
+from tests.toys import needs_posix, toy_model
 
 
 @pytest.fixture
@@ -145,6 +145,7 @@ def test_any_console_shows_a_sample(encoding, shown):
     assert output.decode(encoding).strip() == shown
 
 
+@needs_posix
 def test_a_full_disk_is_one_line(capsys):
     with pytest.raises(SystemExit) as end, one_line_errors():
         try:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import resource
 import runpy
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME, written_whole
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
-from tests.toys import toy_model, write_jsonl
+from tests.toys import limited_file_size, needs_posix, toy_model, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +90,7 @@ def test_an_empty_path_is_no_directory(command, recipe, workspace):
     assert files(workspace) == before
 
 
+@needs_posix
 @pytest.mark.parametrize("command", ["convert", "upstream", "tokenizer", "clean", "pretrain"])
 def test_a_refused_write_is_one_line(command, recipe, workspace):
     """The limit is like a quota: some writers report it without an errno."""
@@ -99,12 +99,8 @@ def test_a_refused_write_is_one_line(command, recipe, workspace):
     if command == "tokenizer":
         # Train the tokenizer, which is then in the cache.
         assert recipe(*words, "first")[0] == 0
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
+    with limited_file_size(limit):
         status, error = recipe(*words, result)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert status == 74 and "Traceback" not in error, error
     if command == "pretrain":
         assert "out/config.json could not be saved: " in error and not (workspace / "out/config.json").exists()
@@ -176,6 +172,7 @@ def fail():
     raise PermissionError(13, "refused")
 
 
+@needs_posix
 def test_leftovers_of_a_killed_process_are_removed_under_its_lock(tmp_path):
     if os.fork() == 0:
         with written_whole(tmp_path, lock=LOCK_NAME) as scratch:

@@ -516,7 +516,9 @@ def test_micro_batches_that_apple_gpus_get_wrong_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     check_micro_batch(64 * 512, "mps")
     check_micro_batch(65 * 512, "cpu")
-    with pytest.raises(ValueError, match="A micro-batch of 33,280 tokens is too large. On Apple GPUs, torch 2.13.0 may"):
+    with pytest.raises(
+        ValueError, match="A micro-batch of 33,280 tokens is too large. On Apple GPUs, torch 2.13.0 may"
+    ):
         check_micro_batch(65 * 512, "mps")
     monkeypatch.setattr(torch, "__version__", "2.14.0")
     check_micro_batch(65 * 512, "mps")

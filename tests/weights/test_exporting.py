@@ -1,8 +1,10 @@
 """Every format, read back by its own program; models that a format cannot hold are refused by name."""
 
 import json
+import os
 import re
-import resource
+import sys
+from pathlib import Path
 
 import gguf
 import pytest
@@ -30,6 +32,7 @@ from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import LAYOUTS, unsupported_feature
 from tests.model.test_modeling_minimind import assert_near
+from tests.toys import limited_file_size, needs_posix
 from tests.weights.test_conversion import FIXTURES, GOLDEN, NAMES, weights_of
 
 
@@ -297,6 +300,21 @@ def test_overflow_and_overwriting_are_refused(build_model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("format", ["llama", "minimind", "upstream"])
+def test_no_file_is_mapped_when_it_gets_its_name(format, build_model, tmp_path, monkeypatch):
+    """Windows refuses to rename such a file."""
+    rename = os.replace
+
+    def replace(source, target):
+        assert str(source) not in Path("/proc/self/maps").read_text()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    export(build_model(), tmp_path / "out", format)
+
+
+@needs_posix
 @pytest.mark.parametrize("format", ["llama", "gguf", "upstream"])
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_model, tmp_path):
@@ -305,13 +323,8 @@ def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_
     if is_there:
         export(model, out, format)
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(OSError, match=f"{out} could not be written, and nothing was kept"):
-            export(model, out, format, overwrite=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with limited_file_size(4096), pytest.raises(OSError, match=f"{out} could not be written, and nothing was kept"):
+        export(model, out, format, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert out.exists() == is_there
     export(model, out, format, overwrite=is_there)
