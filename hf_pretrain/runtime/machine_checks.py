@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import psutil
@@ -103,10 +103,10 @@ def check_ranks() -> Iterator[Finding]:
         yield Finding(status, f"ranks on {kind}", message, f"To see the error, run {' '.join(command)}")
 
 
-def print_findings() -> bool:
-    """Print the findings of all checks, and return whether this machine has no defect."""
+def print_findings(more: Iterable[Finding] = ()) -> bool:
+    """Print the findings of all checks and `more`, and return whether this machine has no defect."""
     is_sound = True
-    for finding in itertools.chain(check_versions(), check_devices(), check_space(), check_ranks()):
+    for finding in itertools.chain(check_versions(), check_devices(), check_space(), more, check_ranks()):
         print(f"{finding.status:4}  {finding.name:18} {finding.message}", flush=True)
         if finding.status != OK:
             print(f"      {'':18} -> {finding.advice}")
