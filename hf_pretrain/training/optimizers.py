@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import TrainingArguments
@@ -28,7 +29,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NUM_NEWTON_SCHULZ_STEPS = 5
 # Momentum of Muon's matrices. It won the comparison in docs/performance.md.
 MOMENTUM = 0.85
-# Number of elements to orthogonalize at a time. This bounds the memory for gathered copies of sharded matrices.
+# Number of elements that a rank orthogonalizes at a time. This bounds the memory for gathered copies of matrices.
 MAX_ELEMENTS = 2**24
 
 
@@ -96,8 +97,8 @@ class Muon(torch.optim.Optimizer):
     """
     Muon for the matrices of the layers and torch's AdamW for all other parameters, in one optimizer.
 
-    Muon orthogonalizes each matrix of a stacked parameter, such as the experts, separately. It gathers sharded
-    matrices (DTensors) for their update.
+    Muon orthogonalizes each matrix of a stacked parameter, such as the experts, separately. The ranks share the
+    matrices out.
 
     Args:
         groups (`Iterable[dict]`): the result of [`muon_parameter_groups`].
@@ -139,40 +140,64 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, group: dict[str, Any]):
-        by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-            by_shape[parameter.shape].append(parameter)
-        for shape, parameters in by_shape.items():
-            at_a_time = max(1, MAX_ELEMENTS // shape.numel())
-            for start in range(0, len(parameters), at_a_time):
-                self._update_matrices(parameters[start : start + at_a_time], group)
-
-    def _update_matrices(self, parameters: list[nn.Parameter], group: dict[str, Any]):
-        """Update matrices of one shape `(..., rows, columns)`. Orthogonalize them in one batch."""
-        matrices: list[torch.Tensor] = []
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
-            # Nesterov momentum: look ahead from the buffer, which already holds this gradient.
-            update = parameter.grad.lerp(self.state[parameter]["momentum_buffer"], group["momentum"])
-            # `full_tensor` is a collective: all ranks gather the parameters in the same order.
-            matrices.append(update.full_tensor() if isinstance(update, DTensor) else update)
-        # (num_parameters, ..., rows, columns) -> (num_matrices, rows, columns), and back
-        stacked = torch.stack(matrices)
-        updates = orthogonalize(stacked.flatten(0, -3)).view(stacked.shape).to(stacked.dtype)
-        scale = 0.2 * math.sqrt(max(stacked.shape[-2:]))
-        for parameter, update in zip(parameters, updates, strict=True):
-            if isinstance(parameter, DTensor):
-                # Every rank has computed the same whole update. Keep this rank's shard, without communication.
-                mesh = parameter.device_mesh
-                update = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
-                update = update.redistribute(mesh, parameter.placements)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-group["lr"] * scale)
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        # Nesterov momentum: look ahead from the buffers, which already hold these gradients.
+        directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+        for index, parameter in enumerate(parameters):
+            by_shape[parameter.shape].append(index)
+        for shape, indices in by_shape.items():
+            scale = 0.2 * math.sqrt(max(shape[-2:]))
+            at_a_time = max(1, MAX_ELEMENTS // shape.numel()) * num_ranks()
+            for start in range(0, len(indices), at_a_time):
+                part = indices[start : start + at_a_time]
+                updates = orthogonalize_together([directions[index] for index in part])
+                torch._foreach_add_([parameters[index] for index in part], updates, alpha=-group["lr"] * scale)
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def orthogonalize_together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """
+    Orthogonalize matrices that all ranks have: each rank takes its share, and all ranks gather the results. Sharded
+    matrices are gathered before, and each rank keeps its shards of the results.
+
+    Args:
+        matrices (`list` of `torch.Tensor` of one shape `(..., rows, columns)`): all ranks pass the same ones.
+
+    Returns:
+        `list[torch.Tensor]`: the results of [`orthogonalize`], in the dtype and sharding of `matrices`.
+    """
+    # `full_tensor` is a collective: all ranks gather the matrices in the same order.
+    whole = [matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices]
+    share, rank = math.ceil(len(whole) / num_ranks()), dist.get_rank() if dist.is_initialized() else 0
+    # The last ranks may repeat the last matrix, so that all shares have one size.
+    own = torch.stack([whole[min(index, len(whole) - 1)] for index in range(rank * share, (rank + 1) * share)])
+    # (share, ..., rows, columns) -> (number of matrices, rows, columns), and back
+    updates = orthogonalize(own.flatten(0, -3)).view(own.shape)
+    if num_ranks() > 1:
+        gathered = updates.new_empty(share * num_ranks(), *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, updates)
+        updates = gathered
+    return [_like(update, matrix) for update, matrix in zip(updates.to(own.dtype), matrices, strict=False)]
+
+
+def _like(update: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Keep this rank's shard of an update that all ranks have, if the matrix is sharded."""
+    if not isinstance(matrix, DTensor):
+        return update
+    mesh = matrix.device_mesh
+    whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, matrix.placements)
 
 
 def deepspeed_muon(
