@@ -3,7 +3,7 @@
 parts (docs/architecture.md). Each part works without a Trainer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
-from ..data.padding_rows import RowSource
+from ..data.padding_rows import RowSource, is_stream
 from ..hub.model_card import RunFacts
 from ..hub.pushing import HubPusher, create_repository
 from ..runtime.devices import keep_freed_blocks
@@ -32,7 +32,7 @@ from .measurements import Throughput, peak_memory_bytes
 from .optimizers import build_muon, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
-from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop
+from .stopping import GradientCheck, RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop
 from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, complete_learning_rate, optimizer_name
 
 
@@ -70,10 +70,14 @@ class RunTrainer(Trainer):
         # it, so the constructor must not see the request.
         save_only_model = args.save_only_model
         args.save_only_model = save_only_model or model.is_distributed_loading_by_transformers
+        if self.lm_args is not None and self.lm_args.has_default_workers and is_stream(kwargs.get("train_dataset")):
+            # The order of a stream depends on the number of its readers.
+            args.dataloader_num_workers = 0
         super().__init__(model, args=args, **kwargs)
         args.save_only_model = save_only_model
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self.gradient_check = GradientCheck(self)
         self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
         self.add_callback(self.stop)
         base_model = base_model_of(self.model)
@@ -97,6 +101,8 @@ class RunTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         args = self.args
         args.fsdp_plugin_args = complete_fsdp_args(args.fsdp_plugin_args)
+        # Batches are copied from pinned memory while the GPU computes.
+        args.accelerator_config.non_blocking = args.device.type == "cuda"
         super().create_accelerator_and_postprocess()
         if args.device.type == "cpu":
             keep_freed_blocks()
@@ -247,11 +253,11 @@ class RunTrainer(Trainer):
         # the weights.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if self.accelerator.scaler is None:
-            if grad_norm is not None and not torch.as_tensor(grad_norm).isfinite().all():
-                end_nonfinite_run(self, f"The gradient's norm is {float(grad_norm)}")
+            if grad_norm is not None:
+                self.gradient_check.add(torch.as_tensor(grad_norm), self.suspects())
         # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
         elif self.ranks.largest(int(not self.is_loss_finite())):
-            end_nonfinite_run(self, "The loss is not finite")
+            end_nonfinite_run(self, "The loss is not finite", self.state.global_step + 1, self.suspects())
         # NOTE: by now DeepSpeed has overwritten the gradients with Muon's updates. The log must not call the norm of
         # these a norm of gradients.
         is_of_updates = self.is_deepspeed_enabled and optimizer_name(self.args) == "muon"
@@ -261,11 +267,19 @@ class RunTrainer(Trainer):
         """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""
         return True
 
-    def suspects(self) -> list[tuple[str, bool]]:
-        """Return the rows of this rank's step, and whether their losses are finite. Subclasses override it."""
-        return []
+    def suspects(self) -> Callable[[], list[tuple[str, bool]]]:
+        """
+        Return a function that names the rows of this rank's step, and says whether their losses are finite. It may be
+        called after later steps. Subclasses override this method.
+        """
+        return list
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return 0: `mfu` counts better, and Trainer's count costs milliseconds in each step."""
+        return 0
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.gradient_check.read()
         if "loss" in logs:
             logs |= self._measure()
         super().log(logs, *args, **kwargs)
@@ -276,6 +290,7 @@ class RunTrainer(Trainer):
         return self._throughput.measure(self.state.num_input_tokens_seen) | memory
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.gradient_check.read()
         with self._throughput.paused():
             return super().evaluate(*args, **kwargs)
 
@@ -293,6 +308,7 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write, push and rotate."""
+        self.gradient_check.read()
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
         run = self.description.after(self.state, evaluation_is_due=self.stop.evaluation_is_due)
 
@@ -317,6 +333,7 @@ class RunTrainer(Trainer):
         Save the model to `output_dir`. All ranks must call this method. The files get their final names once all of
         them are on the disk, so a crash never leaves half a model. Unlike Trainer's method, it does not push.
         """
+        self.gradient_check.read()
         if self.writer.directory is not None:
             # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
             self._write_model(output_dir)

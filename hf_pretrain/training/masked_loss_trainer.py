@@ -174,11 +174,12 @@ class MaskedLossTrainer(RunTrainer):
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
 
-    def suspects(self) -> list[tuple[str, bool]]:
+    def suspects(self) -> Callable[[], list[tuple[str, bool]]]:
         decode = self.processing_class.decode if self.processing_class is not None else str
-        return [
+        batches = list(zip(self._step_rows, self._step_is_finite, strict=True))
+        return lambda: [
             (f"{number} ({decode(ids[:_SHOWN_TOKENS])!r} ...)", bool(is_finite))
-            for (numbers, input_ids), is_finite in zip(self._step_rows, self._step_is_finite, strict=True)
+            for (numbers, input_ids), is_finite in batches
             for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True)
             # Padding rows have the number -1.
             if number >= 0
@@ -252,7 +253,7 @@ class MaskedLossTrainer(RunTrainer):
 
     def _mark_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """
-        Turn a non-finite loss into NaN gradients, so that every rank sees it before the update.
+        Turn a non-finite loss into NaN gradients, so that every rank sees it in the norm.
 
         DeepSpeed updates the weights within the backward pass, so under DeepSpeed the ranks compare their losses here.
         """
@@ -261,7 +262,7 @@ class MaskedLossTrainer(RunTrainer):
         if self.is_deepspeed_enabled:
             # One collective per step suffices: DeepSpeed updates in the backward pass of the last micro-batch.
             if self.accelerator.sync_gradients and self.ranks.largest(int(not self.is_loss_finite())):
-                end_nonfinite_run(self, "The loss is not finite")
+                end_nonfinite_run(self, "The loss is not finite", self.state.global_step + 1, self.suspects())
             return loss
         # An infinite loss may have finite or zero gradients. Multiplied by NaN, all of them become NaN.
         return loss * torch.where(is_finite, 1.0, torch.nan)

@@ -154,7 +154,8 @@ class RouterLoad:
         # (num_layers, batch_size * seq_len, num_experts)
         logits = torch.stack(router_logits).detach()
         chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
-        counts = chosen[:, token_mask].sum(1, dtype=torch.float32)
+        # A product, because indexing by a mask would wait for the device.
+        counts = (chosen * token_mask[:, None]).sum(1, dtype=torch.float32)
         self.counts = counts if self.counts is None else self.counts + counts
 
 

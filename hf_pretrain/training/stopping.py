@@ -10,7 +10,9 @@ from collections.abc import Callable
 from signal import Signals
 from typing import Any, NoReturn
 
+import torch
 from accelerate.utils import wait_for_everyone
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 
 from ..runtime.ranks import Ranks
@@ -92,17 +94,65 @@ def end_stopped_run(trainer: Any, number: int) -> NoReturn:
     _end_run(trainer, 128 + number, f"Stopped by {name} after step {trainer.state.global_step}. {hint}")
 
 
-def end_nonfinite_run(trainer: Any, what: str) -> NoReturn:
-    """End the run before the update. All ranks call this function."""
-    found = [row for part in trainer.ranks.gather(trainer.suspects()) for row in part]
+class GradientCheck:
+    """
+    End the run if the norm of a step's gradients is not finite. On a GPU, the host does not wait for the norm: it
+    reads it one step later, and before anything leaves the device: a log, an evaluation, a checkpoint or the model.
+
+    Args:
+        trainer ([`~training.base_trainer.RunTrainer`]): the trainer that calls this check.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._pending: Callable[[], None] | None = None
+
+    def add(self, norm: torch.Tensor, suspects: Callable[[], list[tuple[str, bool]]]) -> None:
+        """Take the norm of a step, a scalar, and the function that names its rows. All ranks call this method."""
+        self.read()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        is_late, step = norm.device.type == "cuda", self.trainer.state.global_step + 1
+        host = norm.detach().to("cpu", non_blocking=is_late)
+        copied = torch.cuda.Event() if is_late else None
+        if copied is not None:
+            copied.record()
+
+        def check() -> None:
+            if copied is not None:
+                copied.synchronize()
+            if not host.isfinite():
+                end_nonfinite_run(self.trainer, f"The gradient's norm is {float(host)}", step, suspects)
+
+        self._pending = check
+        if not is_late:
+            self.read()
+
+    def read(self) -> None:
+        """Check the norm of the last step, if it has not been read yet."""
+        check, self._pending = self._pending, None
+        if check is not None:
+            check()
+
+
+def end_nonfinite_run(trainer: Any, what: str, step: int, suspects: Callable[[], list[tuple[str, bool]]]) -> NoReturn:
+    """
+    End the run before anything of a step leaves the device. All ranks call this function.
+
+    Args:
+        trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run.
+        what (`str`): what is not finite.
+        step (`int`): the number of the step.
+        suspects (`Callable`): returns the rows of this rank's step, and whether their losses are finite.
+    """
+    found = [row for part in trainer.ranks.gather(suspects()) for row in part]
     # If only the gradient is not finite, all rows are suspects.
-    suspects = [row for row, is_finite in found if not is_finite] or [row for row, _ in found]
-    more = f" and {len(suspects) - 8} more" if len(suspects) > 8 else ""
-    rows = f" It took the rows {', '.join(suspects[:8])}{more}." if suspects else ""
+    named = [row for row, is_finite in found if not is_finite] or [row for row, _ in found]
+    more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+    rows = f" It took the rows {', '.join(named[:8])}{more}." if named else ""
     message = (
-        f"{what} in step {trainer.state.global_step + 1}.{rows} The run stopped before the update, and the "
-        f"checkpoints in {trainer.args.output_dir} are intact. Look at the rows, or resume with a lower "
-        "--learning_rate and --allow_inexact_resume."
+        f"{what} in step {step}.{rows} The run stopped before it saved anything of this step, and the checkpoints in "
+        f"{trainer.args.output_dir} are intact. Look at the rows, or resume with a lower --learning_rate and "
+        "--allow_inexact_resume."
     )
     record_stop(trainer, message)
     _end_run(trainer, EXIT_NOT_FINITE, message)

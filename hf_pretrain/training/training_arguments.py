@@ -69,6 +69,12 @@ class LMTrainingArguments(TrainingArguments):
     dp_replicate_size: int = field(
         default=1, metadata={"help": "Copies of the sharded model, usually one per machine."}
     )
+    dataloader_num_workers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Processes that read the batches of a rank; by default 2 on NVIDIA GPUs, and 0 for streams."
+        },
+    )
     resume_from_hub: str | None = field(
         default=None, metadata={"help": "Resume from the newest checkpoint pushed to this Hub id."}
     )
@@ -229,6 +235,9 @@ class LMTrainingArguments(TrainingArguments):
             self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
         # NOTE: torch pins no memory for Apple GPUs, and would warn.
         self.dataloader_pin_memory = self.dataloader_pin_memory and device_type != "mps"
+        self.has_default_workers = self.dataloader_num_workers is None
+        if self.dataloader_num_workers is None:
+            self.dataloader_num_workers = 2 if device_type == "cuda" else 0
         # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
         # for each mode. `RunTrainer` compiles single layers with them.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
