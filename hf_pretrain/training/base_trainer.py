@@ -77,7 +77,7 @@ class RunTrainer(Trainer):
         args.save_only_model = save_only_model
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self.gradient_check = GradientCheck(self)
+        self.gradient_check = GradientCheck(self, is_late=self.args.device.type == "cuda")
         self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
         self.add_callback(self.stop)
         base_model = base_model_of(self.model)

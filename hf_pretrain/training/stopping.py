@@ -101,19 +101,20 @@ class GradientCheck:
 
     Args:
         trainer ([`~training.base_trainer.RunTrainer`]): the trainer that calls this check.
+        is_late (`bool`): whether to read a step later.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, trainer: Any, *, is_late: bool):
+        self.trainer, self.is_late = trainer, is_late
         self._pending: Callable[[], None] | None = None
 
     def add(self, norm: torch.Tensor, suspects: Callable[[], list[tuple[str, bool]]]) -> None:
         """Take the norm of a step, a scalar, and the function that names its rows. All ranks call this method."""
         self.read()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        is_late, step = norm.device.type == "cuda", self.trainer.state.global_step + 1
-        host = norm.detach().to("cpu", non_blocking=is_late)
-        copied = torch.cuda.Event() if is_late else None
+        step = self.trainer.state.global_step + 1
+        host = norm.detach().to("cpu", non_blocking=self.is_late)
+        copied = torch.cuda.Event() if norm.is_cuda else None
         if copied is not None:
             copied.record()
 
@@ -124,7 +125,7 @@ class GradientCheck:
                 end_nonfinite_run(self.trainer, f"The gradient's norm is {float(host)}", step, suspects)
 
         self._pending = check
-        if not is_late:
+        if not self.is_late:
             self.read()
 
     def read(self) -> None:

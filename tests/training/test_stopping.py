@@ -109,3 +109,26 @@ def test_a_directory_that_is_renamed_or_deleted_does_not_end_a_run(tmp_path, is_
     trainer.save_model()
     run = (tmp_path / "elsewhere" if is_above else project) / "run"
     assert (run / "config.json").is_file() and find_damage(run / "checkpoint-6") == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"save_steps": 3}, {"logging_steps": 3}, {"eval_strategy": "steps", "eval_steps": 3}, {"save_steps": 2}, {}],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_nothing_of_a_step_with_a_broken_gradient_gets_out(tmp_path, restored, capfd, arguments, is_late):
+    """A GPU's host reads the norm late (`is_late`): in the next step, or before it logs, evaluates or saves."""
+    quiet = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "eval_steps": 100, "max_steps": 6}
+    trainer = make_trainer(tmp_path, make_documents(), arguments=quiet | arguments)
+    trainer.gradient_check.is_late = is_late
+    weight = trainer.model.model.norm.weight
+    weight.register_hook(lambda gradient: gradient * float("nan" if trainer.state.global_step == 2 else 1))
+    with pytest.raises(SystemExit) as status:
+        trainer.train()
+    assert status.value.code == 65 and "The gradient's norm is nan in step 3" in capfd.readouterr().err
+    # Only a late check finds out after the update, in the next step if nothing is due in this one.
+    assert trainer.state.global_step == (3 if is_late else 2)
+    assert all(entry["step"] < 3 for entry in trainer.state.log_history)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == (
+        {"checkpoint-2"} & {f"checkpoint-{arguments.get('save_steps')}"}
+    )
