@@ -24,6 +24,7 @@ from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..model.loss import prediction_weights
+from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
 from ..tokenizer.pretrained import load_tokenizer
@@ -137,6 +138,8 @@ def load_teacher(
         )
     if config is not None:
         deepspeed_integration.set_hf_deepspeed_config(config)
+    if isinstance(teacher, MiniMindForCausalLM):
+        teacher.set_attn_implementation("packed")
     # Without dropout, the teacher gives the same answers on every rank.
     teacher.eval().requires_grad_(False)
     if is_packed and not keeps_documents_apart(teacher):
@@ -221,8 +224,11 @@ class DistillationTrainer(MaskedLossTrainer):
         """
         Return the teacher's log-probabilities at the temperature, `(batch_size, seq_len, vocab_size)` in float32.
         """
-        names = ("input_ids", "position_ids", "attention_mask")
+        names = ["input_ids", "position_ids", "attention_mask"]
         given = {name: inputs[name].to(self.args.device) for name in names if name in inputs}
+        if isinstance(self.teacher, MiniMindForCausalLM):
+            # Without them, a MiniMind teacher would read the documents from the positions, and wait for the device.
+            given |= {name: inputs[name] for name in ("cu_seq_lens_q", "max_length_q") if name in inputs}
         dtype = self._autocast_dtype
         with torch.autocast(self.args.device.type, dtype=dtype, enabled=dtype != torch.float32):
             logits = self.teacher(**given, use_cache=False).logits
