@@ -73,7 +73,7 @@ def test_make_tests_the_lower_bounds_together():
     assert len(lowest) == 5 and lowest <= set(commands.split())
 
 
-@pytest.mark.parametrize("target", ["test-quick", "test-oldest", "faults"])
+@pytest.mark.parametrize("target", ["test-quick", "test-oldest", "test-float8", "faults"])
 def test_the_tests_that_make_names_exist(target):
     commands = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [word for word in commands.split() if word.startswith("tests/")]
