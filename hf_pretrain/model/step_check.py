@@ -1,0 +1,51 @@
+"""
+Compare a training step of a small model on the accelerator with the same step on the CPU.
+
+A kernel that is wrong on some device, or in its backward pass alone, returns finite values: no other check notices it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..runtime.devices import default_device_type
+from ..runtime.machine_checks import BAD, OK, Finding
+from .configuration_minimind import MiniMindConfig
+from .modeling_minimind import MiniMindForCausalLM
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"num_experts": 4, "num_shared_experts": 1, "qk_norm": True},
+}
+# In float32. TF32 rounds matrix products by up to 0.1 %.
+LIMIT = 0.01
+
+
+def check_step() -> Iterator[Finding]:
+    """Compare the loss and the gradients of a step on the accelerator, if there is one."""
+    kind = default_device_type(use_cpu=False)
+    for name, fields in MODELS.items() if kind != "cpu" else ():
+        expected, found = find_gradients("cpu", **fields), find_gradients(kind, **fields)
+        error = (torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected)).item()
+        advice = "Training on this device would be wrong. Install another version of torch, and report this one."
+        # NaN fails this test, too.
+        status = OK if error < LIMIT else BAD
+        yield Finding(status, f"training, {kind}", f"{name}: gradients {error:.2%} off those of the CPU", advice)
+
+
+def find_gradients(device: str, **fields: Any) -> torch.Tensor:
+    """Return the loss of a small model on two rows of packed documents, and all gradients, in one vector."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MiniMindConfig(**sizes, vocab_size=256, initializer_range=0.1, zero_init_residual=False, **fields)
+    config._attn_implementation, config._experts_implementation = "packed", "eager"
+    # Weights and ids come from the CPU, so that both devices get the same.
+    model, ids = MiniMindForCausalLM(config), torch.randint(256, (2, 96))
+    # Documents of 40, 40 and 16 tokens.
+    position_ids = (torch.arange(96) % 40).expand(2, -1)
+    ids, position_ids = ids.to(device), position_ids.to(device)
+    loss = model.to(device)(ids, position_ids=position_ids, labels=ids).loss
+    loss.backward()
+    return torch.cat([loss.detach().view(1), *(weight.grad.flatten() for weight in model.parameters())]).cpu()
