@@ -26,8 +26,10 @@ if hasattr(signal, "SIGHUP"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch.nn.attention import varlen  # noqa: E402
 
 from hf_pretrain import MiniMindForCausalLM  # noqa: E402
+from hf_pretrain.model import packed_attention  # noqa: E402
 from tests.talking import train_talker  # noqa: E402
 from tests.toys import toy_model  # noqa: E402
 
@@ -88,3 +90,54 @@ def page():
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser.new_page()
         browser.close()
+
+
+def weights_by_document(query, key, cu_seq_lens, window_size, scale):
+    """Yield the documents' slices, scores and attention weights `(num_heads, length, length)`, written out."""
+    left, right = (size if size >= 0 else len(query) for size in window_size or (-1, -1))
+    for start, stop in cu_seq_lens.unfold(0, 2, 1).tolist():
+        part = slice(start, stop)
+        scores = torch.einsum("qhd,khd->hqk", query[part], key[part]) * scale
+        places = torch.arange(stop - start)
+        offset = places[None, :] - places[:, None]
+        scores = scores.masked_fill((offset > right) | (offset < -left), -torch.inf)
+        yield part, scores, scores.softmax(-1)
+
+
+@pytest.fixture
+def varlen_kernel(monkeypatch):
+    """Put a CPU kernel, forward and backward, behind torch's `varlen_attn`; return the lengths of its calls."""
+    calls = []
+
+    def repeat(states, query):
+        return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
+
+    def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window_size, *rest):
+        calls.append((cu_q.tolist(), max_q, max_k))
+        key, value = repeat(key, query), repeat(value, query)
+        output, normaliser = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+        for part, scores, weights in weights_by_document(query, key, cu_q, window_size, scale):
+            output[part] = torch.einsum("hqk,khd->qhd", weights, value[part])
+            normaliser[:, part] = scores.logsumexp(-1)
+        return output, normaliser, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(gradient, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng, scale, window_size):
+        num_heads, (keys, values) = key.shape[1], (repeat(key, query), repeat(value, query))
+        of_query, of_key, of_value = (torch.empty_like(query) for _ in range(3))
+        for part, _, weights in weights_by_document(query, keys, cu_q, window_size, scale):
+            of_value[part] = torch.einsum("hqk,qhd->khd", weights, gradient[part])
+            of_weights = torch.einsum("qhd,khd->hqk", gradient[part], values[part])
+            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+            of_query[part] = torch.einsum("hqk,khd->qhd", of_scores, keys[part])
+            of_key[part] = torch.einsum("hqk,qhd->khd", of_scores, query[part])
+        # The gradients of query heads that share a key head add up.
+        shared = (states.unflatten(1, (num_heads, -1)).sum(2) for states in (of_key, of_value))
+        return of_query, *shared
+
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    find = packed_attention.find_packed_documents
+    monkeypatch.setattr(
+        packed_attention, "find_packed_documents", lambda *args, in_groups, **kw: find(*args, in_groups=False, **kw)
+    )
+    return calls
