@@ -104,12 +104,13 @@ def find_packed_documents(
         # for the first new number, and for the first new length; powers of two, and the row length, change rarely.
         torch._dynamo.maybe_mark_dynamic(cu_seq_lens, 0)
         return PackedDocuments(cu_seq_lens, min(1 << (max_length - 1).bit_length(), position_ids.shape[1]))
-    starts = cu_seq_lens[:-1].long()
     # With as many documents as rows, each row is one document, and the batch itself is the only group.
-    if len(starts) == len(position_ids):
+    if len(cu_seq_lens) - 1 == len(position_ids):
         return PackedDocuments(cu_seq_lens.int(), max_length, True, [tuple(position_ids.shape)])
+    # Compute on the host, which waits for the device once here instead of for each shape below.
+    bounds = cu_seq_lens.cpu().long()
     # Stable, so that documents of equal length keep their order on every device.
-    lengths, order = cu_seq_lens.long().diff().sort(descending=True, stable=True)
+    lengths, order = bounds.diff().sort(descending=True, stable=True)
     groups: list[tuple[int, int]] = []
     for length in lengths.tolist():
         # Longest first. Begin a new group where more than a third of the document's slots would be padding.
@@ -117,15 +118,16 @@ def find_packed_documents(
             groups.append((0, length))
         groups[-1] = (groups[-1][0] + 1, groups[-1][1])
     # (num_documents,): padded length of each document; then (num_slots,): offset of each slot in its document.
-    padded = torch.tensor([length for count, length in groups for _ in range(count)], device=position_ids.device)
-    place = torch.arange(int(padded.sum()), device=padded.device)
+    padded = torch.tensor([length for count, length in groups for _ in range(count)], device=bounds.device)
+    place = torch.arange(int(padded.sum()), device=bounds.device)
     place -= (padded.cumsum(0) - padded).repeat_interleave(padded)
     # False in padding slots, which repeat the document's first token in `gather`.
     is_token = place < lengths.repeat_interleave(padded)
-    gather = starts[order].repeat_interleave(padded) + place * is_token
+    gather = bounds[order].repeat_interleave(padded) + place * is_token
     filled = is_token.nonzero().flatten()
-    scatter = torch.empty_like(position_ids).flatten().index_copy_(0, gather[filled], filled)
-    return PackedDocuments(cu_seq_lens.int(), max_length, True, groups, gather, scatter)
+    scatter = bounds.new_empty(position_ids.numel()).index_copy_(0, gather[filled], filled)
+    device = position_ids.device
+    return PackedDocuments(cu_seq_lens.int(), max_length, True, groups, gather.to(device), scatter.to(device))
 
 
 def find_visible(
