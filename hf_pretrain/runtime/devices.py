@@ -1,10 +1,17 @@
-"""The device of a run, whether it has bfloat16 units, and the memory allocator of a CPU."""
+"""The device of a run, its bfloat16 units and its compiler, and the memory allocator of a CPU."""
 
 import ctypes
 import os
 import platform
+import re
+import shutil
+import subprocess
 
 import torch
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 # Parameters of mallopt, from glibc's malloc.h.
@@ -17,6 +24,8 @@ _VARIABLES = (
     "MALLOC_TOP_PAD_",
     "GLIBC_TUNABLES",
 )
+# The oldest driver of NVIDIA that runs each major version of CUDA, from its release notes.
+_OLDEST_DRIVERS = {"12": 525, "13": 580}
 # The heap grows by this many bytes at once. Pages that are never touched take no memory.
 _TOP_PAD_BYTES = 256 << 20
 
@@ -31,6 +40,52 @@ def default_device_type(*, use_cpu: bool) -> str:
     """Return `cpu`, or the type of the accelerator that torch finds."""
     accelerator = None if use_cpu else torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
+
+
+def find_unused_gpu() -> str | None:
+    """
+    Return two sentences about an NVIDIA GPU that torch cannot use, with the remedy. `None` if there is none, or if the
+    user hides it with an empty `CUDA_VISIBLE_DEVICES`.
+    """
+    is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip())
+    if torch.cuda.is_available() or is_hidden or shutil.which("nvidia-smi") is None:
+        return None
+    words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    listed = subprocess.run(words, capture_output=True, text=True)
+    found = re.match(r"(.+), ((\d+)[.\d]*)", listed.stdout)
+    if listed.returncode != 0 or found is None:
+        return None
+    # Without CUDA in torch, ask for a driver that runs the newest one.
+    cuda = torch.version.cuda or "13.0"
+    oldest = _OLDEST_DRIVERS.get(cuda.partition(".")[0], 0)
+    if int(found[3]) < oldest:
+        advice = f"Update the driver to {oldest} or newer"
+    elif torch.version.cuda is None:
+        version = torch.__version__.partition("+")[0]
+        index = "https://download.pytorch.org/whl/cu130"
+        advice = f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
+    else:
+        advice = "Run `python -c 'import torch; torch.cuda.init()'` to see why"
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return (
+        f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
+        f"use it. {advice}."
+    )
+
+
+def can_compile(device: torch.device, **options: str) -> bool:
+    """
+    Return whether `torch.compile` works: on a GPU it needs Triton, a C compiler and Python.h, on a CPU a C++ compiler.
+    If it does not work, warn.
+    """
+    try:
+        torch.compile(lambda states: states + 1, **options)(torch.zeros(2, device=device))
+    except Exception as error:
+        # Each of the compilers raises its own errors. The first lines name the cause, the others are advice.
+        reason = " ".join(str(error).strip().splitlines()[:2])
+        logger.warning(f"torch.compile does not work here, so this run trains without it, more slowly: {reason}")
+        return False
+    return True
 
 
 def has_bfloat16_units(device_type: str) -> bool:

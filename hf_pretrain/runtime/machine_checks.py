@@ -11,7 +11,6 @@ import importlib.metadata
 import itertools
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from .devices import has_bfloat16_units
+from .devices import find_unused_gpu, has_bfloat16_units
 from .ranks import leave_process_group
 
 
@@ -70,9 +69,9 @@ def check_devices() -> Iterator[Finding]:
         yield Finding(OK, "GPU", ", ".join(names))
     elif torch.backends.mps.is_available():
         yield Finding(OK, "GPU", f"{torch.backends.mps.get_name()}, through MPS")
-    elif shutil.which("nvidia-smi") is not None:
-        advice = "A driver is installed. Install a CUDA build of torch."
-        yield Finding(BAD, "GPU", f"torch {torch.__version__} finds none", advice)
+    elif (unused := find_unused_gpu()) is not None:
+        message, _, advice = unused.partition(". ")
+        yield Finding(BAD, "GPU", message, advice)
     units = "with" if has_bfloat16_units("cpu") else "without"
     yield Finding(OK, "CPU", f"{os.cpu_count()} cores, {units} bfloat16 units")
 

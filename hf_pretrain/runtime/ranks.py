@@ -142,7 +142,7 @@ class Ranks:
 
 def leave_process_group() -> None:
     """
-    Leave the process group.
+    Leave the process group, if this process is in one. NCCL warns if a process ends without it.
 
     NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
     that. If the interpreter is exiting by then, they abort the process with `terminate called without an active
@@ -150,7 +150,7 @@ def leave_process_group() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-    time.sleep(0.2)
+        time.sleep(0.2)
 
 
 def remove_allreduce_buffers() -> None:

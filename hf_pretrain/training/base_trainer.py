@@ -18,7 +18,7 @@ from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..data.padding_rows import RowSource, is_stream
 from ..hub.model_card import RunFacts
 from ..hub.pushing import HubPusher, create_repository
-from ..runtime.devices import keep_freed_blocks
+from ..runtime.devices import can_compile, keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.progress import announce
 from ..runtime.ranks import Ranks, on_main_process
@@ -88,13 +88,13 @@ class RunTrainer(Trainer):
         check_accumulation(args, base_model)
         if self.lm_args is not None and self.lm_args.fp8:
             convert_to_float8(base_model.model.layers, emulates=self.lm_args.fp8_emulate)
-        if self.lm_args is not None and self.lm_args.compiles_layers:
+        options = self.lm_args.compile_options if self.lm_args is not None and self.lm_args.compiles_layers else None
+        if options is not None and can_compile(args.device, **options):
             # NOTE: DDP's optimization would split the graph of each layer, and bypass the cache of compiled graphs.
             # Without it, a layer's gradients are reduced while the backward pass of the layer before it runs.
             torch._dynamo.config.optimize_ddp = False
-            # Trainer would compile the whole model, again for each length of a batch and for each mode.
             for layer in base_model.model.layers:
-                layer.compile(**self.lm_args.compile_options)
+                layer.compile(**options)
 
     # Devices, optimizer and rows
 

@@ -229,10 +229,12 @@ def flops_per_token(model: nn.Module) -> float:
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s of a GPU in half precision from its data sheet; `None` elsewhere."""
+    """Return the FLOP/s of a GPU in half precision from its data sheet; `None` elsewhere, and for a part of a GPU."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     name = torch.cuda.get_device_name(device)
+    if "MIG" in name:
+        return None
     return next((peak for part, peak in PEAK_FLOPS_PER_SECOND.items() if re.search(rf"\b{part}\b", name)), None)
 
 

@@ -1,5 +1,6 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
+import atexit
 import math
 import os
 from collections.abc import Iterator
@@ -14,14 +15,14 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
-from transformers.utils import strtobool
+from transformers.utils import logging, strtobool
 
-from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.devices import default_device_type, find_unused_gpu, has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
-from ..runtime.progress import shows_bars
-from ..runtime.ranks import first_process_first
+from ..runtime.progress import is_main, shows_bars
+from ..runtime.ranks import first_process_first, leave_process_group
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .float8 import check_float8
 from .launch import (
@@ -33,6 +34,8 @@ from .launch import (
     take_launchers_precision,
 )
 
+
+logger = logging.get_logger(__name__)
 
 # Default peak learning rates of pretraining for each `--optim_preset`, at width 192. They were the best ones of the
 # preset `tiny` (docs/performance.md).
@@ -195,6 +198,8 @@ class LMTrainingArguments(TrainingArguments):
         check_launch(self)
         self._choose_optimizer()
         start_cpu_ranks(self)
+        # The constructor starts the group of GPU ranks.
+        atexit.register(leave_process_group)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":
             start_deepspeed_cpu_ranks()
@@ -229,10 +234,14 @@ class LMTrainingArguments(TrainingArguments):
         # `accelerate launch --cpu` sets the variable.
         use_cpu = self.use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")))
         device_type = default_device_type(use_cpu=use_cpu)
+        if device_type == "cpu" and not use_cpu and (unused := find_unused_gpu()) is not None:
+            raise UserError(f"{unused} To train on the CPU, pass --use_cpu.")
         self.use_cpu = device_type == "cpu"
         take_launchers_precision(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
+            if device_type == "cuda" and not (self.bf16 or self.fp16) and is_main():
+                logger.warning("This GPU has no bfloat16 units: the run trains in float32. --fp16 is faster.")
         # NOTE: torch pins no memory for Apple GPUs, and would warn.
         self.dataloader_pin_memory = self.dataloader_pin_memory and device_type != "mps"
         self.has_default_workers = self.dataloader_num_workers is None

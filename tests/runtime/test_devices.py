@@ -1,12 +1,89 @@
-"""Which precision a device has."""
+"""Which precision a device has; a GPU that torch cannot use, and a compiler that does not work, are found."""
+
+import os
+import sys
 
 import pytest
 import torch
 
-from hf_pretrain.runtime.devices import has_bfloat16_units
+from hf_pretrain.runtime.devices import can_compile, find_unused_gpu, has_bfloat16_units
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.invariants.launching import start
+
+
+CPU_BUILD = "pip install --force-reinstall torch=="
 
 
 @pytest.mark.parametrize(("macos", "expected"), [((13, 6), False), ((14, 0), True), ((26, 1), True)], ids=str)
 def test_apple_gpus_have_bfloat16_from_macos_14_on(monkeypatch, macos, expected):
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos >= (major, minor))
     assert has_bfloat16_units("mps") is expected
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch, tmp_path):
+    """Put a program `nvidia-smi` on the path that prints a text; return a function that sets text and status."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+
+    def write(text: str, status: int = 0):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{text}'\nexit {status}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return write
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+@pytest.mark.parametrize(
+    "driver, cuda, advice",
+    [
+        ("580.65.06", None, CPU_BUILD),
+        ("535.183.01", "13.0", "Update the driver to 580 or newer."),
+        ("470.57.02", "12.6", "Update the driver to 525 or newer."),
+        ("470.57.02", None, "Update the driver to 580 or newer."),
+        ("580.65.06", "13.0", "to see why"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_path, driver, cuda, advice):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    nvidia_smi(f"NVIDIA A100-SXM4-80GB, {driver}")
+    found = find_unused_gpu()
+    assert advice in found and f"NVIDIA A100-SXM4-80GB with driver {driver}" in found
+    assert f"built {f'for CUDA {cuda}' if cuda else 'without CUDA'}" in found
+    with pytest.raises(ValueError, match="To train on the CPU, pass --use_cpu"):
+        LMTrainingArguments(output_dir=str(tmp_path))
+    assert LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True).device.type == "cpu"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+def test_a_hidden_gpu_and_a_machine_without_one_train_on_the_cpu(nvidia_smi, monkeypatch, tmp_path):
+    nvidia_smi("No devices were found", status=6)
+    assert find_unused_gpu() is None
+    nvidia_smi("NVIDIA A100-SXM4-80GB, 535.183.01")
+    for visible, is_hidden in (("", True), ("-1", True), ("0,1", False), ("MIG-7b1a", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert (find_unused_gpu() is None) is is_hidden, visible
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert LMTrainingArguments(output_dir=str(tmp_path)).device.type == "cpu"
+
+
+def test_a_compiler_that_fails_is_found(caplog):
+    def fail(graph, inputs):
+        raise RuntimeError("Failed to find C compiler.\nSet TORCHDYNAMO_VERBOSE=1")
+
+    assert can_compile(torch.device("cpu"), backend="eager")
+    assert not can_compile(torch.device("cpu"), backend=fail)
+    (warning,) = [record.message for record in caplog.records if record.name.endswith("runtime.devices")]
+    assert "trains without it, more slowly" in warning and warning.endswith("Failed to find C compiler.")
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_compiler_trains(tmp_path):
+    """Neither Inductor nor its cache has anything for this run."""
+    environment = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHDYNAMO_DISABLE": "0"}
+    words = ["recipes/pretrain.py", "--config", "recipes/tiny/pretrain.yaml", "--max_steps", "2", "--torch_compile"]
+    words += ["--train_fraction", "0.01", "--per_device_train_batch_size", "1", "--output_dir", str(tmp_path / "out")]
+    result = start([sys.executable, *words, "--use_cpu"], fresh=True, **environment)
+    assert result.returncode == 0 and "No working C++ compiler" in result.stdout, result.stdout

@@ -37,11 +37,10 @@ def test_defects_of_the_machine_come_with_advice(monkeypatch):
     found = findings(machine_checks.check_space)
     for name in ("memory", "disk", "shared memory"):
         assert found[name].status == NOTE and found[name].advice, name
-    monkeypatch.setattr(machine_checks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine_checks, "find_unused_gpu", lambda: None)
     assert "GPU" not in findings(machine_checks.check_devices)
-    # The usual cause is a CPU build of torch.
-    monkeypatch.setattr(machine_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert findings(machine_checks.check_devices)["GPU"].status == BAD
+    monkeypatch.setattr(machine_checks, "find_unused_gpu", lambda: "torch 2.13.0+cpu cannot use it. Run pip.")
+    assert findings(machine_checks.check_devices)["GPU"] == (BAD, "GPU", "torch 2.13.0+cpu cannot use it", "Run pip.")
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ def test_peaks_match_the_name_of_the_gpu(monkeypatch):
     assert peak("NVIDIA L40") == 181e12 and peak("NVIDIA L4") == 121e12
     assert peak("NVIDIA H100 80GB HBM3") == 989e12 > peak("NVIDIA H100 PCIe")
     assert peak("NVIDIA GeForce RTX 4090") == 165e12 and peak("Tesla K80") is None
+    # A part of a GPU has a part of its speed.
+    assert peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     # The data sheets' figures are those of half precision.
     assert peak("NVIDIA L40", torch.float32) is None and known_peak(torch.device("cpu"), torch.bfloat16) is None
 
