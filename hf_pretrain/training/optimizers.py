@@ -183,7 +183,8 @@ def orthogonalize_together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     # The last ranks may repeat the last matrix, so that all shares have one size.
     own = torch.stack([whole[min(index, len(whole) - 1)] for index in range(rank * share, (rank + 1) * share)])
     # (share, ..., rows, columns) -> (number of matrices, rows, columns), and back
-    updates = orthogonalize(own.flatten(0, -3)).view(own.shape)
+    # Collectives need contiguous memory, and the results for tall matrices are transposed.
+    updates = orthogonalize(own.flatten(0, -3)).view(own.shape).contiguous()
     if num_ranks() > 1:
         gathered = updates.new_empty(share * num_ranks(), *own.shape[1:])
         dist.all_gather_into_tensor(gathered, updates)
