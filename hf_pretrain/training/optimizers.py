@@ -187,7 +187,8 @@ def orthogonalize_together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     updates = orthogonalize(own.flatten(0, -3)).view(own.shape).contiguous()
     if num_ranks() > 1:
         gathered = updates.new_empty(share * num_ranks(), *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, updates)
+        # The result for a tall matrix is a transposed view, which gloo gathers and NCCL refuses.
+        dist.all_gather_into_tensor(gathered, updates.contiguous())
         updates = gathered
     return [_like(update, matrix) for update, matrix in zip(updates.to(own.dtype), matrices, strict=False)]
 

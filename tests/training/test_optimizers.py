@@ -145,6 +145,18 @@ def test_stacked_experts_are_orthogonalized_one_by_one():
     assert stacked[1].norm() > 0.5 * stacked[0].norm()
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
+def test_ranks_gather_contiguous_updates(monkeypatch, shape):
+    """NCCL refuses other tensors. Gloo, which the other tests use, takes them."""
+    sent = []
+    monkeypatch.setattr(optimizers, "num_ranks", lambda: 2)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_into_tensor", lambda gathered, part: sent.append((gathered, part))
+    )
+    optimizers.orthogonalize_together([torch.randn(shape) for _ in range(3)])
+    assert [part.is_contiguous() for pair in sent for part in pair] == [True, True]
+
+
 def test_deepspeeds_weight_decay_equals_ours():
     """The matrix is wide, so that the two scales of an update differ clearly: 0.2 * sqrt(512) is 4.5."""
     for build_optimizer in (partial(Muon, lr=0.01), partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):
