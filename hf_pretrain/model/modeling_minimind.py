@@ -66,8 +66,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    # NOTE: `capture_outputs` adds router logits, hidden states and attentions to the output by hooks on the modules in
-    # `_can_record_outputs`, so the layers return only hidden states.
+    # NOTE: `capture_outputs` adds hidden states and attentions to the output by hooks on the modules in
+    # `_can_record_outputs`. It installs the hooks when they are first asked for; compiled layers then run in pieces.
     @merge_with_config_defaults
     @capture_outputs
     def forward(

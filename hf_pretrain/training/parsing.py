@@ -33,6 +33,8 @@ _MINIMIND_FLAGS = {
     "--save_interval": "--save_steps",
     "--num_workers": "--dataloader_num_workers",
 }
+# A size that is typed wins over a size that fits the memory.
+_MICRO_BATCH_FLAGS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 _MINIMIND_SIZES = ("--dim", "--n_layers", "--hidden_size", "--num_hidden_layers")
 
 
@@ -122,6 +124,8 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         config = known.config or _default_config(known, stage)
         if config:
             defaults = [*_yaml_to_argv(config, known_keys, known), "--config", config]
+        if _MICRO_BATCH_FLAGS & {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}:
+            defaults.append("--fit_micro_batch=false")
     namespace = parser.parse_args(defaults + argv)
     # transformers and TRL refuse values here, too.
     with as_user_errors():

@@ -37,6 +37,7 @@ from .end_report import (
     write_curve,
     write_run_page,
 )
+from .micro_batch import fit_micro_batch
 from .resume_check import describe_data
 from .run_directory import RunDirectory, now
 from .training_arguments import LMTrainingArguments, complete_learning_rate
@@ -263,6 +264,8 @@ def train_on(
     )
     if data.collator is not None:
         kwargs["data_collator"] = data.collator
+    if recipe in ("pretrain", "sft"):
+        fit_micro_batch(training_args, model, data.train, data.collator)
     trainer = trainer_class(
         model,
         args=training_args,

@@ -46,7 +46,8 @@ _NOT_COMPARED = (
     # process, transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO
     # generates.
     *("fsdp*", "tp_size", "ep_size", "dp_replicate_size", "optim", "optim_preset", "average_tokens_across_devices"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "use_cache"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "fit_micro_batch"),
+    *("steps_per_generation", "use_cache"),
 )
 # These matter to a schedule that follows the evaluations.
 _EVALUATION = ("eval_*", "metric_for_best_model", "greater_is_better")

@@ -102,6 +102,13 @@ class LMTrainingArguments(TrainingArguments):
         default=cast(str, None),
         metadata={"help": f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}."},
     )
+    fit_micro_batch: bool = field(
+        default=False,
+        metadata={
+            "help": "On CUDA, choose the largest micro-batch that fits, at the same rows per step. On in the presets' "
+            "pretraining, unless you pass a batch size or an accumulation."
+        },
+    )
     dry_run: bool = field(default=False, metadata={"help": "Train four steps, print the plan of the run, and stop."})
     report_to: None | str | list[str] = field(
         default=None, metadata={"help": "Trackers of the run, or none. By default trackio, if it is installed."}

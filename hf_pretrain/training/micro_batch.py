@@ -1,0 +1,93 @@
+"""
+The size of a micro-batch on a GPU (`--fit_micro_batch`, which the presets turn on).
+
+The host enqueues the kernels of each micro-batch one by one, so a step of a few large micro-batches takes the host
+less time than a step of many small ones. The sum over a step is the same (`masked_loss_trainer.py`).
+"""
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from ..data.collators import DataCollatorForPackedRows
+from ..model.configuration_minimind import MiniMindConfig
+from ..runtime.ranks import Ranks, on_main_process
+from ..weights.adapters import base_model_of, is_adapted
+from .run_directory import RunDirectory
+from .training_arguments import LMTrainingArguments
+
+
+# Share of the free memory that the estimate may fill. The rest is for chunks of logits, the optimizer's temporary
+# tensors, and blocks that the allocator cannot reuse.
+_FILLED_SHARE = 0.8
+# Weights, gradients and AdamW's two moments in float32, and the copy of the weights in bfloat16.
+_BYTES_PER_PARAMETER = 18
+
+
+def activation_bytes_per_token(config: MiniMindConfig) -> int:
+    """
+    Return the bytes that a token takes on a GPU between forward and backward, with compiled layers in bfloat16.
+
+    The estimate is a bound, compared with the peaks of torch's allocator (docs/performance.md).
+    """
+    hidden, keys = config.hidden_size, config.num_key_value_heads * config.head_dim
+    if config.num_experts:
+        num_active = config.num_experts_per_tok + config.num_shared_experts
+        # Each chosen expert has a sorted copy of the token and an output.
+        width, copies = num_active * config.moe_intermediate_size, 10 * config.num_experts_per_tok
+    else:
+        width, copies = config.intermediate_size, 0
+    # Gate, up and their product; the residual stream in float32, its norms, query and output; key and value.
+    per_layer = 6 * width + (18 + copies) * hidden + 8 * keys
+    return config.num_hidden_layers * per_layer + 24 * hidden
+
+
+def fitting_micro_batch(config: MiniMindConfig, *, num_parameters: int, row_length: int, rows: int, free: int) -> int:
+    """
+    Return the largest divisor of `rows` whose micro-batch fits into `free` bytes by the estimate, at least 1.
+
+    Args:
+        config ([`MiniMindConfig`]): the config of the model.
+        num_parameters (`int`): its number of parameters.
+        row_length (`int`): tokens of a row.
+        rows (`int`): rows that a process trains on in a step.
+        free (`int`): free bytes of the device, before the model is on it.
+    """
+    left = _FILLED_SHARE * free - _BYTES_PER_PARAMETER * num_parameters
+    most = left // (row_length * activation_bytes_per_token(config))
+    return max(size for size in range(1, rows + 1) if rows % size == 0 and size <= max(most, 1))
+
+
+def fit_micro_batch(
+    args: LMTrainingArguments, model: PreTrainedModel, train: object, collator: DataCollatorForPackedRows | None
+) -> None:
+    """
+    Set rows per micro-batch and the number of micro-batches to what fits into the memory of the smallest GPU, with the
+    same rows per step. All ranks must call this function.
+
+    Do nothing where the estimate does not hold or the result would depend on the size of a micro-batch: without
+    compiled layers in bfloat16, with recomputed activations, for adapters, for streams and sampling by length, and for
+    a router loss per batch.
+    """
+    config = base_model_of(model).config
+    is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and not is_adapted(model)
+    recomputes = args.activation_checkpointing or config.dropout > 0
+    depends = args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch
+    depends = depends or (config.num_experts > 0 and config.router_aux_loss_level == "batch")
+    row_length = collator.max_length if collator is not None and isinstance(train, Dataset) else None
+    if not (args.fit_micro_batch and is_estimated and row_length) or recomputes or depends:
+        return
+    ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
+    free = min(ranks.gather(torch.cuda.mem_get_info(args.device)[0]))
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    size = fitting_micro_batch(
+        config, num_parameters=model.num_parameters(), row_length=row_length, rows=rows, free=free
+    )
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = size, rows // size
+
+    def record() -> None:
+        text = f"{size} rows per micro-batch, {rows // size} micro-batches per step and process"
+        print(f"{text}, for {free / 2**30:.1f} GiB of free memory")
+        RunDirectory(args).record(micro_batch={"rows": size, "accumulation": rows // size, "free_bytes": free})
+
+    on_main_process(args, record)
