@@ -19,7 +19,7 @@ from torch import nn
 
 IGNORE_INDEX = -100
 # Number of logits per chunk on a GPU and on a CPU: enough for an efficient matrix product, few enough for the cache.
-MAX_LOGITS = (2**25, 2**22)
+MAX_LOGITS = (2**26, 2**22)
 # Minimum number of tokens per chunk for any vocabulary: each chunk costs a pass over the head's gradient.
 MIN_ROWS = 256
 

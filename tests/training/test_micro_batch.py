@@ -1,0 +1,98 @@
+"""The micro-batch follows the free memory of a GPU, at the same rows per step (`--fit_micro_batch`)."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.model import PRESETS
+from hf_pretrain.runtime.parser import read_config
+from hf_pretrain.training.micro_batch import activation_bytes_per_token, fit_micro_batch, fitting_micro_batch
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.toys import EXPERTS, toy_model
+
+
+GIB = 2**30
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def fitted(tmp_path, model=None, *, free: float = 80 * GIB, on_cuda: bool = True, **arguments) -> tuple[int, int]:
+    """Return rows and accumulation after the choice, as if the device were a CUDA device with `free` bytes."""
+    given = {"fit_micro_batch": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 6}
+    given |= {"use_cpu": True, "torch_compile": True, "bf16": True, "report_to": "none"}
+    args = LMTrainingArguments(str(tmp_path), **given | arguments)
+    rows, collator = Dataset.from_dict({"input_ids": [[1]]}), DataCollatorForPackedRows(0, max_length=512)
+    device = torch.device("cuda" if on_cuda else "cpu")
+    with (
+        patch.object(LMTrainingArguments, "device", device),
+        patch("torch.cuda.mem_get_info", lambda device: (free, 100 * GIB)),
+    ):
+        fit_micro_batch(args, model or toy_model(), rows, collator)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 24
+    return args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+
+def test_the_largest_micro_batch_that_fits_is_chosen(tmp_path):
+    assert fitted(tmp_path) == (24, 1)
+    model = toy_model()
+    per_row = 512 * activation_bytes_per_token(model.config)
+    fixed = 18 * model.num_parameters()
+    # A divisor of 24, although 11 rows would fit.
+    assert fitted(tmp_path, free=(fixed + 11.5 * per_row) / 0.8) == (8, 3)
+    assert fitted(tmp_path, free=0) == (1, 24)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arguments"),
+    [
+        ({}, {"fit_micro_batch": False}),
+        ({}, {"torch_compile": False}),
+        ({}, {"bf16": False}),
+        ({}, {"activation_checkpointing": True}),
+        ({}, {"train_sampling_strategy": "group_by_length"}),
+        ({"dropout": 0.1}, {}),
+        (EXPERTS | {"router_aux_loss_level": "batch"}, {}),
+    ],
+)
+def test_the_micro_batch_stays_where_the_estimate_or_the_loss_depends_on_more(tmp_path, overrides, arguments):
+    assert fitted(tmp_path, toy_model(**overrides), **arguments) == (4, 6)
+
+
+def test_the_micro_batch_stays_on_a_cpu(tmp_path):
+    assert fitted(tmp_path, on_cuda=False) == (4, 6)
+
+
+@pytest.mark.parametrize("flag", ["--per_device_train_batch_size=8", "--gradient-accumulation-steps=2", None])
+def test_a_typed_size_wins(tmp_path, flag):
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"fit_micro_batch": True, "per_device_train_batch_size": 4}))
+    argv = ["--config", str(config), "--output_dir", str(tmp_path), *([flag] if flag else [])]
+    [args] = parse_args(LMTrainingArguments, argv=argv)
+    assert args.fit_micro_batch is (flag is None)
+
+
+# Peaks of torch's allocator in bytes, on a stub of the CUDA runtime: rows of 512 tokens (of 1,024 for the largest).
+@pytest.mark.parametrize(
+    ("preset", "rows", "peak_gib"),
+    [
+        ("minimind2-small", 64, 4.86),
+        ("minimind2", 128, 25.6),
+        ("minimind3-moe", 32, 7.41),
+        ("minimind-large", 24, 30.31),
+    ],
+)
+def test_the_estimate_bounds_measured_peaks(preset, rows, peak_gib):
+    config = MiniMindConfig(**PRESETS[preset])
+    with torch.device("meta"):
+        num_parameters = MiniMindForCausalLM(config).num_parameters()
+    row_length = read_config(RECIPES / preset / "pretrain.yaml")["max_length"]
+    sizes = {"num_parameters": num_parameters, "row_length": row_length, "rows": 768}
+    # `rows` do not fit into the memory that they filled, and do fit into 1.4 times as much, beside a fifth.
+    assert fitting_micro_batch(config, free=peak_gib * GIB / 0.8, **sizes) < rows
+    assert fitting_micro_batch(config, free=1.4 * peak_gib * GIB / 0.8, **sizes) >= rows
