@@ -194,6 +194,7 @@ def _render(
         # NOTE: AutoTokenizer reads the model's config first, and then asks the user whether to run the code beside it.
         tokenizer_class="PreTrainedTokenizerFast" if format == "minimind" else "AutoTokenizer",
         # The architecture that vLLM and llama.cpp know, if it can hold the model.
+        has_gguf=unsupported_feature(model.config, "gguf") is None,
         stock=stock if format == "minimind" and unsupported_feature(model.config, stock) is None else None,
         **facts,
     )

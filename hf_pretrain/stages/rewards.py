@@ -216,7 +216,10 @@ def _check_reward_model(name: str) -> None:
 
     transformers loads every other model with a random head, which would give random rewards, or fails.
     """
-    config, _ = PreTrainedConfig.get_config_dict(name)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise UserError(f"--rewards {name} is no reward model that can be read: {error}") from error
     architectures = ", ".join(config.get("architectures") or ["of no known architecture"])
     # A config without names for its labels has two.
     num_labels = len(config.get("id2label") or range(2))

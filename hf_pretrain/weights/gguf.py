@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, needing_extra
-from .layouts import is_rotated, stock_layout, to_half_split, to_interleaved
+from .layouts import is_rotated, stock_layout, to_half_split, to_interleaved, unsupported_feature
 
 
 # transformers' names of the architectures, and llama.cpp's names for them.
@@ -50,18 +50,8 @@ def _gguf() -> Any:
 def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
     """Raise `ValueError` for features and tokenizers that a GGUF file cannot describe."""
     _gguf()
-    rope_type = config.rope_parameters["rope_type"]
-    problems = {
-        "llama.cpp always normalises the top-k probabilities, this model does not (norm_topk_prob=False)": (
-            config.num_experts and not config.norm_topk_prob
-        ),
-        f"scaled rotary positions ({rope_type}) cannot be exported to GGUF": rope_type != "default",
-        f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}": config.hidden_act
-        != "silu",
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {stock_layout(config)}.")
+    if problem := unsupported_feature(config, "gguf"):
+        raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {stock_layout(config)}.")
     if tokenizer is None:
         return
     backend = json.loads(tokenizer.backend_tokenizer.to_str())

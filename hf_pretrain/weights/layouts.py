@@ -143,11 +143,13 @@ def stock_layout(config: MiniMindConfig) -> str:
 
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
     """
-    Return a feature of the model that `layout` (a key of `LAYOUTS`, or `"minimind"`) cannot hold, or `None` if it can
-    hold the whole model.
+    Return a feature of the model that `layout` (a key of `LAYOUTS`, `"minimind"` or `"gguf"`) cannot hold, or `None`
+    if it can hold the whole model.
     """
     if layout == "minimind":
         return None
+    if layout == "gguf":
+        return _unsupported_in_gguf(config)
     target, has_experts = LAYOUTS[layout], config.num_experts > 0
     is_v1, is_v1_or_v2 = layout == "v1", layout in ("v1", "v2")
     rope, length = config.rope_parameters, config.max_position_embeddings
@@ -174,3 +176,14 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
         "more than the 32,768 positions of its table": is_v1 and length > 32768,
     }
     return next((part for part, is_there in parts.items() if is_there), None)
+
+
+def _unsupported_in_gguf(config: MiniMindConfig) -> str | None:
+    rope_type = config.rope_parameters["rope_type"]
+    if config.num_experts and not config.norm_topk_prob:
+        return "llama.cpp always normalises the top-k probabilities, this model does not (norm_topk_prob=False)"
+    if rope_type != "default":
+        return f"scaled rotary positions ({rope_type}) cannot be exported to GGUF"
+    if config.hidden_act != "silu":
+        return f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}"
+    return None
