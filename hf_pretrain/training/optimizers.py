@@ -149,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         # Nesterov momentum: look ahead from the buffers, which already hold these gradients.
         directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, parameters, alpha=-group["lr"] * group["weight_decay"])
         by_shape: dict[torch.Size, list[int]] = defaultdict(list)
         for index, parameter in enumerate(parameters):
             by_shape[parameter.shape].append(index)
