@@ -10,6 +10,7 @@ import datetime
 import io
 import json
 import re
+import string
 from collections.abc import Iterator
 from itertools import chain, groupby
 from pathlib import Path
@@ -245,7 +246,9 @@ def _open(path: Path, newline: str | None) -> io.TextIOWrapper:
 def _read_json_lines(path: Path, *, may_be_array: bool) -> Iterator[tuple[int, str | BadRecord]]:
     """Yield the lines that are not blank, or the elements of an array."""
     with _open(path, "\n") as file:
-        lines = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1) if line.strip())
+        lines = (
+            (number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1) if line.strip(string.whitespace)
+        )
         start, first = next(lines, (0, ""))
         if may_be_array and first.lstrip().startswith("["):
             records = parse_json(first + file.read())

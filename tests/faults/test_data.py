@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hf_pretrain.data.documents import load_documents
@@ -65,6 +65,8 @@ def is_document(line: bytes) -> bool:
 
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(lines, max_size=6))
+# A line is blank only by the white space of ASCII.
+@example([b"\x1c"])
 def test_any_lines(record, content):
     with TemporaryDirectory() as directory:
         path = Path(directory, "a.jsonl")
