@@ -8,6 +8,7 @@
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
 # make race                                                compare the time to a validation loss with other programs
+# make gpu-check                                           check one GPU in eight minutes, and write gpu-check.md
 # make tokenizer | test | test-quick | test-oldest | test-float8 | faults | quality
 # make docs                                                the documentation as a website, in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
@@ -31,7 +32,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -97,6 +98,11 @@ bench: $(VENV)/.installed-trl
 # loss. ARGS="--upstream ../minimind" takes a checkout of MiniMind instead of the loop.
 race: $(VENV)/.installed-trl
 	$(BIN)/python -m benchmarks.race $(ARGS)
+
+# Check kernels, precisions, launchers, speed, memory and resuming on one GPU, and write gpu-check.json and gpu-check.md.
+# DEVICE=cpu rehearses it on a machine without a GPU.
+gpu-check: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.gpu_check --device $(if $(filter cpu,$(DEVICE)),cpu,cuda) $(ARGS)
 
 quality: $(VENV)/.installed-test
 	$(BIN)/ruff check .

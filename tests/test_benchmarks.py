@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch.nn.modules.module import register_module_forward_hook
 
-from benchmarks import bench, contestants, preparation, profile_step, programs, race, race_settings
+from benchmarks import bench, contestants, gpu_check, preparation, profile_step, programs, race, race_settings
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.model import packed_attention
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
@@ -205,3 +206,28 @@ def test_the_table_of_several_machines_is_what_the_script_prints(monkeypatch, ca
     printed = capsys.readouterr().out
     page = (ROOT / "docs/several-machines.md").read_text(encoding="utf-8")
     assert "1,024" in printed and [line for line in printed.splitlines() if line not in page] == []
+
+
+def test_the_gpu_check_finds_a_wrong_kernel_and_goes_on_after_errors(tmp_path, monkeypatch):
+    checks = gpu_check.CHECKS | {"broken": lambda bench: 1 / 0}
+    names = ("packed attention", "experts, grouped_mm, float32", "generation with a cache", "fp16", "broken")
+
+    def run():
+        return [gpu_check.run_check(name, checks[name], gpu_check.Bench("cpu", tmp_path)) for name in names]
+
+    rows = run()
+    assert [row.passed for row in rows] == [True, True, True, None, False]
+    table = gpu_check.format_table(rows, bench.environment())
+    assert "| fp16 | skipped | skipped: fp16 needs a GPU |" in table
+    assert "| broken | **failed** | ZeroDivisionError: division by zero |" in table
+
+    attend = packed_attention._attend_in_blocks
+    monkeypatch.setattr(packed_attention, "_attend_in_blocks", lambda *states: attend(*states) * 1.2)
+    assert [row.passed for row in run()] == [False, True, True, None, False]
+
+
+def test_the_gpu_check_compares_every_loss():
+    for found, passes in (([2.0, 1.0001], True), ([2.0, 1.1], False), ([2.0, math.nan], False)):
+        assert gpu_check.compare(found, [2.0, 1.0], 1e-3)[0] is passes
+    with pytest.raises(ValueError, match="zip"):
+        gpu_check.compare([2.0], [2.0, 1.0], 1e-3)

@@ -35,17 +35,39 @@ def check_step() -> Iterator[Finding]:
         yield Finding(status, f"training, {kind}", f"{name}: gradients {error:.2%} off those of the CPU", advice)
 
 
-def find_gradients(device: str, **fields: Any) -> torch.Tensor:
-    """Return the loss of a small model on two rows of packed documents, and all gradients, in one vector."""
+def find_gradients(
+    device: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "packed",
+    experts: str = "eager",
+    compiles: bool = False,
+    **fields: Any,
+) -> torch.Tensor:
+    """
+    Return the loss of a small model on two rows of packed documents, and all gradients, in one vector.
+
+    Args:
+        device (`str`): the type of the device.
+        dtype (`torch.dtype`): dtype of autocast; in float32, there is none.
+        attention, experts (`str`): the implementations.
+        compiles (`bool`): compile the layers.
+        fields: fields of the config.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MiniMindConfig(**sizes, vocab_size=256, initializer_range=0.1, zero_init_residual=False, **fields)
-    config._attn_implementation, config._experts_implementation = "packed", "eager"
+    config._attn_implementation, config._experts_implementation = attention, experts
     # Weights and ids come from the CPU, so that both devices get the same.
     model, ids = MiniMindForCausalLM(config), torch.randint(256, (2, 96))
     # Documents of 40, 40 and 16 tokens.
     position_ids = (torch.arange(96) % 40).expand(2, -1)
     ids, position_ids = ids.to(device), position_ids.to(device)
-    loss = model.to(device)(ids, position_ids=position_ids, labels=ids).loss
+    model = model.to(device)
+    if compiles:
+        for layer in model.model.layers:
+            layer.compile()
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        loss = model(ids, position_ids=position_ids, labels=ids).loss
     loss.backward()
     return torch.cat([loss.detach().view(1), *(weight.grad.flatten() for weight in model.parameters())]).cpu()
