@@ -112,7 +112,7 @@ class Bench:
 def compare(found: Iterable[float], expected: Iterable[float], limit: float) -> tuple[bool, str]:
     """Return whether all losses are within a relative limit, and the largest difference. NaN is not within."""
     pairs = list(zip(found, expected, strict=True))
-    errors = torch.tensor([abs(a - b) / abs(b) for a, b in pairs], dtype=torch.float64)
+    errors = torch.tensor([abs(a - b) / max(abs(b), 1e-9) for a, b in pairs], dtype=torch.float64)
     return bool(pairs) and bool(
         (errors <= limit).all()
     ), f"losses differ by {errors.max().item():.2g}, limit {limit:g}"
