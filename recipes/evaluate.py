@@ -22,6 +22,7 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.hub.pushing import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.progress import announce
+from hf_pretrain.runtime.ranks import leave_process_group
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,
@@ -83,6 +84,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
         if training_args.push_to_hub:
             print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")
+    leave_process_group()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
@@ -130,9 +130,8 @@ class Ranks:
         names = {rank: f"stopped/{rank}" for rank in range(self.world_size)}
         try:
             store.set(names[self.rank], "")
-            deadline = time.monotonic() + _ROLL_CALL_SECONDS
-            while time.monotonic() < deadline and not store.check([*names.values()]):
-                time.sleep(0.1)
+            with suppress(dist.DistStoreError):
+                store.wait([*names.values()], timedelta(seconds=_ROLL_CALL_SECONDS))
             return [rank for rank, name in names.items() if not store.check([name])]
         except (RuntimeError, ConnectionError):
             # Rank 0 or its launcher holds the store, so an unreachable store means that rank 0 has ended or will end.
@@ -144,9 +143,12 @@ def leave_process_group() -> None:
     """
     Leave the process group, if this process is in one. NCCL warns if a process ends without it.
 
-    NOTE: gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for
-    that. If the interpreter is exiting by then, they abort the process with `terminate called without an active
-    exception`. Without the pause, this happened to 5 of 136 processes on a busy machine.
+    NOTE: with NCCL, all ranks must call this function: a rank that leaves alone waits for the others. So a rank that
+    fails does not leave, and its launcher ends the others.
+
+    gloo's threads free the tensors of the last collective shortly after it ends, and need the interpreter for that. If
+    the interpreter is exiting by then, they abort the process with `terminate called without an active exception`.
+    Without the pause, this happened to 5 of 136 processes on a busy machine.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.progress import is_main
-from ..runtime.ranks import remove_allreduce_buffers
+from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 
 logger = logging.get_logger(__name__)
@@ -184,6 +184,8 @@ def start_cpu_ranks(args: Any) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Unlike NCCL, gloo lets a rank leave alone, as after an exception.
+    atexit.register(leave_process_group)
 
 
 def start_deepspeed_cpu_ranks() -> None:

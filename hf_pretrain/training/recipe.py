@@ -14,7 +14,7 @@ from ..hub.pushing import remove_staging
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.metrics import NATS, find_evaluations
-from ..runtime.ranks import on_main_process
+from ..runtime.ranks import leave_process_group, on_main_process
 from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
@@ -281,6 +281,7 @@ def train_on(
     if recipe == "pretrain" and data.eval is not None and isinstance(data.train, Dataset):
         facts.unigram_loss = unigram_loss(data.train, data.eval, vocab_size=len(data.tokenizer))
     end_run(trainer, metrics, samples)
+    leave_process_group()
 
 
 def _make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:

@@ -15,7 +15,7 @@ from accelerate.utils import wait_for_everyone
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 
-from ..runtime.ranks import Ranks
+from ..runtime.ranks import Ranks, leave_process_group
 from ..runtime.signals import SignalListener
 from .end_report import write_run_page
 
@@ -196,4 +196,5 @@ def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    leave_process_group()
     raise SystemExit(status)

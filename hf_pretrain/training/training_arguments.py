@@ -1,6 +1,5 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
-import atexit
 import math
 import os
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
 from ..runtime.progress import is_main, shows_bars
-from ..runtime.ranks import first_process_first, leave_process_group
+from ..runtime.ranks import first_process_first
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .float8 import check_float8
 from .launch import (
@@ -205,8 +204,6 @@ class LMTrainingArguments(TrainingArguments):
         check_launch(self)
         self._choose_optimizer()
         start_cpu_ranks(self)
-        # The constructor starts the group of GPU ranks.
-        atexit.register(leave_process_group)
         super().__post_init__()
         if self.deepspeed and self.device.type == "cpu":
             start_deepspeed_cpu_ranks()

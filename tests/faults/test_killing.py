@@ -32,6 +32,7 @@ def kill(process, rank: int, *, whole_machine: bool = False) -> None:
     found = ranks(process)
     kill_all(found[min(rank, len(found) - 1) :][:1])
     if whole_machine:
+        # The others run on for a moment, and may write.
         time.sleep(0.2)
         kill_all([process, *found])
     process.communicate(timeout=500)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.weight_files import resolve
+from tests.faults.driving import wait_for
 from tests.hub_server import TOKEN, HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
@@ -226,9 +226,7 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment
     with subprocess.Popen(
         [*command, "--output_dir", str(tmp_path / "run")], **process_options(**environment)
     ) as process:
-        while not list((tmp_path / "run").glob("checkpoint-*")):
-            assert process.poll() is None, process.stdout.read()
-            time.sleep(0.05)
+        assert wait_for(lambda: list((tmp_path / "run").glob("checkpoint-*")), process), process.stdout.read()
         process.send_signal(signal.SIGHUP)
         # The second signal counts from two seconds after the process has handled the first.
         while process.poll() is None:
