@@ -6,8 +6,10 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 
@@ -16,14 +18,6 @@ logger = logging.get_logger(__name__)
 
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-# With one of these, the user has configured the same parameters.
-_VARIABLES = (
-    "MALLOC_MMAP_MAX_",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_TOP_PAD_",
-    "GLIBC_TUNABLES",
-)
 # The oldest driver of NVIDIA that runs each major version of CUDA, from its release notes.
 _OLDEST_DRIVERS = {"12": 525, "13": 580}
 # The heap grows by this many bytes at once. Pages that are never touched take no memory.
@@ -73,6 +67,17 @@ def find_unused_gpu() -> str | None:
     )
 
 
+def compile_layers(layers: Iterable[nn.Module], device: torch.device, **options: str) -> None:
+    """Compile each layer with the options of `torch.compile`, if the compiler works."""
+    if not can_compile(device, **options):
+        return
+    # NOTE: DDP's optimization would split the graph of each layer, and bypass the cache of compiled graphs. Without
+    # it, a layer's gradients are reduced while the backward pass of the layer before it runs.
+    torch._dynamo.config.optimize_ddp = False
+    for layer in layers:
+        layer.compile(**options)
+
+
 def can_compile(device: torch.device, **options: str) -> bool:
     """
     Return whether `torch.compile` works: on a GPU it needs Triton, a C compiler and Python.h, on a CPU a C++ compiler.
@@ -113,7 +118,8 @@ def keep_freed_blocks() -> None:
     by page, each after a page fault, and the system fills each page with zeros. Do nothing without glibc, and if the
     environment configures the allocator.
     """
-    if any(name in os.environ for name in _VARIABLES) or platform.libc_ver()[0] != "glibc":
+    is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if is_configured or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
     # Give large blocks a place in the heap instead of a mapping of their own, and never shrink the heap.

@@ -18,7 +18,7 @@ from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
 from ..data.padding_rows import RowSource, is_stream
 from ..hub.model_card import RunFacts
 from ..hub.pushing import HubPusher, create_repository
-from ..runtime.devices import can_compile, keep_freed_blocks
+from ..runtime.devices import compile_layers, keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.progress import announce
 from ..runtime.ranks import Ranks, on_main_process
@@ -77,10 +77,16 @@ class RunTrainer(Trainer):
         args.save_only_model = save_only_model
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        self.gradient_check = GradientCheck(self, is_late=self.args.device.type == "cuda")
+        # DeepSpeed's norm is on the host already.
+        is_late = self.args.device.type == "cuda" and not self.is_deepspeed_enabled
+        self.gradient_check = GradientCheck(self, is_late=is_late)
         self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
         self.add_callback(self.stop)
-        base_model = base_model_of(self.model)
+        self._prepare_model(base_model_of(self.model))
+
+    def _prepare_model(self, base_model: Any) -> None:
+        """Complete the learning rate, and convert and compile the layers."""
+        args = self.args
         complete_learning_rate(args, base_model.config.hidden_size)
         if base_model.config.tie_word_embeddings:
             # Files hold a tied head once, as the embedding, and Trainer would warn on resume that it is missing.
@@ -88,13 +94,8 @@ class RunTrainer(Trainer):
         check_accumulation(args, base_model)
         if self.lm_args is not None and self.lm_args.fp8:
             convert_to_float8(base_model.model.layers, emulates=self.lm_args.fp8_emulate)
-        options = self.lm_args.compile_options if self.lm_args is not None and self.lm_args.compiles_layers else None
-        if options is not None and can_compile(args.device, **options):
-            # NOTE: DDP's optimization would split the graph of each layer, and bypass the cache of compiled graphs.
-            # Without it, a layer's gradients are reduced while the backward pass of the layer before it runs.
-            torch._dynamo.config.optimize_ddp = False
-            for layer in base_model.model.layers:
-                layer.compile(**options)
+        if self.lm_args is not None and self.lm_args.compiles_layers:
+            compile_layers(base_model.model.layers, args.device, **self.lm_args.compile_options)
 
     # Devices, optimizer and rows
 

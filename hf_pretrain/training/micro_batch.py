@@ -72,8 +72,8 @@ def fit_micro_batch(
     config = base_model_of(model).config
     is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and not is_adapted(model)
     recomputes = args.activation_checkpointing or config.dropout > 0
-    depends = args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch
-    depends = depends or (config.num_experts > 0 and config.router_aux_loss_level == "batch")
+    is_per_batch = config.num_experts > 0 and config.router_aux_loss_level == "batch"
+    depends = args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch or is_per_batch
     row_length = collator.max_length if collator is not None and isinstance(train, Dataset) else None
     if not (args.fit_micro_batch and is_estimated and row_length) or recomputes or depends:
         return
