@@ -334,11 +334,11 @@ class RunTrainer(Trainer):
         Save the model to `output_dir`. All ranks must call this method. The files get their final names once all of
         them are on the disk, so a crash never leaves half a model. Unlike Trainer's method, it does not push.
         """
-        self.gradient_check.read()
         if self.writer.directory is not None:
             # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
             self._write_model(output_dir)
             return
+        self.gradient_check.read()
         with self.writer.writing_model(Path(output_dir or self.args.output_dir)) as source:
             self._write_model(str(source))
 
