@@ -22,6 +22,7 @@ from transformers import set_seed
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.devices import refuse_unused_gpu
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.stages.terminal_chat import Chat, is_base_model
@@ -30,6 +31,8 @@ from hf_pretrain.weights.models import ModelArguments, load_model
 
 
 def main(args: argparse.Namespace) -> None:
+    if not args.use_cpu:
+        refuse_unused_gpu("--use_cpu")
     name = args.model_name_or_path or find_newest_run()
     tokenizer = load_tokenizer(name)
     # load_model also converts MiniMind's own checkpoints and applies adapters.

@@ -27,6 +27,7 @@ import torch
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.devices import refuse_unused_gpu
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.control_tokens import check_chat_template, thinking_variables
@@ -41,6 +42,8 @@ with one_line_errors():
 def main(args: argparse.Namespace) -> None:
     if args.compare and not args.web:
         raise UserError("--compare needs the chat page. Add --web.")
+    if args.device == "auto":
+        refuse_unused_gpu("--device cpu")
     if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
         raise UserError(
             "--continuous_batching needs an accelerator: on a CPU, its cache fills the memory. Leave it out."

@@ -48,6 +48,19 @@ GENERATIONS = {
 }
 
 
+def pytest_configure(config):
+    """
+    Build DeepSpeed's kernels in a directory of this checkout, without the lock files of earlier sessions.
+
+    torch waits without limit for the lock of a build, also if the process that built was killed.
+    """
+    if not hasattr(config, "workerinput"):
+        folder = config.cache.mkdir("torch_extensions")
+        for lock in folder.glob("*/lock"):
+            lock.unlink()
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+
+
 @pytest.fixture(scope="session")
 def build_model() -> Callable[..., MiniMindForCausalLM]:
     """Return a function that builds a toy model in eval mode from config overrides, with equal weights per call."""

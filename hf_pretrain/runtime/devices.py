@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .errors import UserError
+
 
 logger = logging.get_logger(__name__)
 
@@ -65,6 +67,12 @@ def find_unused_gpu() -> str | None:
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
         f"use it. {advice}."
     )
+
+
+def refuse_unused_gpu(flag: str) -> None:
+    """Raise `UserError` if torch cannot use an NVIDIA GPU of this machine. `flag` chooses the CPU."""
+    if (unused := find_unused_gpu()) is not None:
+        raise UserError(f"{unused} To use the CPU, pass {flag}.")
 
 
 def compile_layers(layers: Iterable[nn.Module], device: torch.device, **options: str) -> None:

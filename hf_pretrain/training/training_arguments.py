@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging, strtobool
 
-from ..runtime.devices import default_device_type, find_unused_gpu, has_bfloat16_units
+from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
@@ -238,8 +238,8 @@ class LMTrainingArguments(TrainingArguments):
         # `accelerate launch --cpu` sets the variable.
         use_cpu = self.use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")))
         device_type = default_device_type(use_cpu=use_cpu)
-        if device_type == "cpu" and not use_cpu and (unused := find_unused_gpu()) is not None:
-            raise UserError(f"{unused} To train on the CPU, pass --use_cpu.")
+        if device_type == "cpu" and not use_cpu:
+            refuse_unused_gpu("--use_cpu")
         self.use_cpu = device_type == "cpu"
         take_launchers_precision(self)
         if self.bf16 is None:

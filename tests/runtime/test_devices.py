@@ -1,14 +1,17 @@
 """Which precision a device has; a GPU that torch cannot use, and a compiler that does not work, are found."""
 
+import operator
 import os
+import runpy
 import sys
 
 import pytest
 import torch
 
 from hf_pretrain.runtime.devices import can_compile, find_unused_gpu, has_bfloat16_units
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from tests.invariants.launching import start
+from tests.invariants.launching import ROOT, start
 
 
 CPU_BUILD = "pip install --force-reinstall torch=="
@@ -52,9 +55,18 @@ def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_pat
     found = find_unused_gpu()
     assert advice in found and f"NVIDIA A100-SXM4-80GB with driver {driver}" in found
     assert f"built {f'for CUDA {cuda}' if cuda else 'without CUDA'}" in found
-    with pytest.raises(ValueError, match="To train on the CPU, pass --use_cpu"):
+    with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
         LMTrainingArguments(output_dir=str(tmp_path))
     assert LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True).device.type == "cpu"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+@pytest.mark.parametrize("recipe, flag", [("chat", "--use_cpu"), ("serve", "--device cpu")])
+def test_chatting_asks_before_it_takes_the_cpu(nvidia_smi, recipe, flag):
+    nvidia_smi("NVIDIA A100-SXM4-80GB, 470.57.02")
+    main, parser = operator.itemgetter("main", "make_parser")(runpy.run_path(str(ROOT / f"recipes/{recipe}.py")))
+    with pytest.raises(UserError, match=f"Update the driver .* pass {flag}"):
+        main(parser().parse_args([]))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
