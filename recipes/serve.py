@@ -14,10 +14,10 @@ can use the server:
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
     )
 
-Clients use the model name that the recipe prints. If the tokenizer has a response template, as our tokenizers do,
-answers contain `reasoning_content` and `tool_calls`. The server passes `chat_template_kwargs` of a request, such as
-`{"enable_thinking": false}`, to the chat template. It has no authentication. It refuses requests for other models,
-from web pages of other origins, and for more tokens than the model has positions.
+Requests may name any model: the served one answers. If the tokenizer has a response template, as our tokenizers do,
+answers contain `reasoning_content` and `tool_calls`. `open_thinking` in a request switches the reasoning, and the
+server passes `chat_template_kwargs` to the chat template. It has no authentication. It refuses requests from web pages
+of other origins, and for more tokens than the model has positions.
 """
 
 import argparse

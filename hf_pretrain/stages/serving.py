@@ -11,7 +11,8 @@ requests that would keep the server busy or fill its memory:
 | with fields of OpenAI's API that the server ignores, such as `n`, unless they ask for nothing | 400 |
 | with more tokens than the model has positions, or fields that raise an error while they are read | 400 |
 
-transformers itself refuses every other model.
+Requests may name any model: the served one answers. `open_thinking`, as MiniMind's clients send it, switches the
+reasoning.
 """
 
 import inspect
@@ -32,6 +33,7 @@ from transformers.utils import logging
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
 from ..runtime.errors import UserError, needing_extra
+from ..tokenizer.control_tokens import thinking_variables
 
 
 with needing_extra("serve", "Serving needs FastAPI"):
@@ -64,10 +66,12 @@ ROUTES = {
 _HARMLESS = {"metadata", "service_tier", "store", "stream_options", "user"}
 _DEFAULTS = {
     **{"n": 1, "best_of": 1, "parallel_tool_calls": True, "tool_choice": "auto", "function_call": "auto"},
+    "reasoning_effort": "medium",
     **{"response_format": {"type": "text"}, "modalities": ["text"], "suffix": ""},
 }
 # Names of the arguments of `apply_chat_template`. Other names in a request are variables of the template.
 _RENDERING_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+_SWITCHES = thinking_variables(True).keys()
 _build_server = server.build_server
 
 
@@ -249,6 +253,14 @@ class RequestGuard:
         variables = fields.get("chat_template_kwargs", {})
         if not isinstance(variables, dict) or variables.keys() & _RENDERING_ARGUMENTS:
             raise HTTPException(400, f"chat_template_kwargs: {variables!r:.100} must hold variables of the template.")
+        # MiniMind's clients send `open_thinking` at the top or among the variables. One of them suffices.
+        asked = [source[name] for source in (variables, fields) for name in _SWITCHES & source.keys()]
+        if not all(isinstance(value, bool) for value in asked):
+            raise HTTPException(400, f"open_thinking: {json.dumps(asked):.100} must be true or false.")
+        if asked:
+            fields["chat_template_kwargs"] = variables | thinking_variables(any(asked))
+        # Without a name, transformers takes the served model.
+        fields = {name: value for name, value in fields.items() if name not in ("model", *_SWITCHES)}
         if "stop" in fields:
             fields["stop"] = _check_stops(fields["stop"])
         temperature = fields.get("temperature", 1 if self.samples else 0)
