@@ -20,7 +20,7 @@ from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_un
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
-from ..runtime.progress import is_main, shows_bars
+from ..runtime.progress import shows_bars
 from ..runtime.ranks import first_process_first
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .float8 import check_float8
@@ -118,7 +118,10 @@ class LMTrainingArguments(TrainingArguments):
     hub_language: list[str] | None = field(default=None, metadata={"help": "ISO codes of the data's languages."})
     # `None` means auto. The type is a plain bool, so that HfArgumentParser accepts a bare `--bf16`.
     bf16: bool = field(
-        default=cast(bool, None), metadata={"help": "bfloat16 autocast. On by default where the hardware has it."}
+        default=cast(bool, None),
+        metadata={
+            "help": "bfloat16 autocast. On by default where the hardware has it; older NVIDIA GPUs take --fp16."
+        },
     )
     fp8: bool = field(
         default=False,
@@ -244,8 +247,8 @@ class LMTrainingArguments(TrainingArguments):
         take_launchers_precision(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
-            if device_type == "cuda" and not (self.bf16 or self.fp16) and is_main():
-                logger.warning("This GPU has no bfloat16 units: the run trains in float32. --fp16 is faster.")
+            # NVIDIA GPUs before capability 8.0, such as the T4, only have float16 units.
+            self.fp16 = self.fp16 or (device_type == "cuda" and not self.bf16)
         # NOTE: torch pins no memory for Apple GPUs, and would warn.
         self.dataloader_pin_memory = self.dataloader_pin_memory and device_type != "mps"
         self.has_default_workers = self.dataloader_num_workers is None
