@@ -26,18 +26,14 @@ try:
         AutoConfig,
         AutoModel,
         AutoModelForCausalLM,
-        AutoModelForQuestionAnswering,
         AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
     )
 
     from .model import (
         PRESETS,
         MiniMindConfig,
         MiniMindForCausalLM,
-        MiniMindForQuestionAnswering,
         MiniMindForSequenceClassification,
-        MiniMindForTokenClassification,
         MiniMindModel,
     )
     from .weights.adapters import register_peft_defaults
@@ -50,8 +46,6 @@ AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)
 AutoModel.register(MiniMindConfig, MiniMindModel, exist_ok=True)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(MiniMindConfig, MiniMindForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(MiniMindConfig, MiniMindForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(MiniMindConfig, MiniMindForQuestionAnswering, exist_ok=True)
 register_peft_defaults()
 
 _LAZY = {
@@ -74,9 +68,7 @@ __all__ = [
     "PRESETS",
     "MiniMindConfig",
     "MiniMindForCausalLM",
-    "MiniMindForQuestionAnswering",
     "MiniMindForSequenceClassification",
-    "MiniMindForTokenClassification",
     "MiniMindModel",
     *_LAZY,
 ]

@@ -9,9 +9,7 @@ does not travel.
 from .configuration_minimind import MiniMindConfig
 from .modeling_minimind import (
     MiniMindForCausalLM,
-    MiniMindForQuestionAnswering,
     MiniMindForSequenceClassification,
-    MiniMindForTokenClassification,
     MiniMindModel,
 )
 from .presets import PRESETS
@@ -21,8 +19,6 @@ __all__ = [
     "PRESETS",
     "MiniMindConfig",
     "MiniMindForCausalLM",
-    "MiniMindForQuestionAnswering",
     "MiniMindForSequenceClassification",
-    "MiniMindForTokenClassification",
     "MiniMindModel",
 ]

@@ -45,8 +45,6 @@ AUTO_MAP = {
     "AutoModel": "modeling_minimind.MiniMindModel",
     "AutoModelForCausalLM": "modeling_minimind.MiniMindForCausalLM",
     "AutoModelForSequenceClassification": "modeling_minimind.MiniMindForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_minimind.MiniMindForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_minimind.MiniMindForQuestionAnswering",
 }
 # Fields of MiniMind's and transformers' configs that are whole numbers of at least 1, and numbers above 0.
 _COUNTS = frozenset(

@@ -19,11 +19,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-)
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -370,41 +366,15 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
     """MiniMind with one score per sequence, for reward models. It has no router loss."""
 
-    # NOTE: here and below. Trainer takes `**kwargs` in `forward` for a sign that it divides by `num_items_in_batch`.
-    # It does not, so Trainer must divide by the number of micro-batches.
+    # NOTE: Trainer takes `**kwargs` in `forward` for a sign that it divides by `num_items_in_batch`. It does not, so
+    # Trainer must divide by the number of micro-batches.
     accepts_loss_kwargs = False
 
     def __init__(self, config: MiniMindConfig):
-        # NOTE: here and below, skip the constructor of the generic class. It builds the model with AutoModel, which
-        # asks the user a second time whether to run this code from the Hub.
+        # NOTE: skip the constructor of the generic class. It builds the model with AutoModel, which asks the user a
+        # second time whether to run this code from the Hub.
         super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = MiniMindModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
-
-class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreTrainedModel):
-    """MiniMind with a score per token and label. It has no router loss."""
-
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: MiniMindConfig):
-        super(GenericForTokenClassification, self).__init__(config)
-        self.num_labels = config.num_labels
-        self.model = MiniMindModel(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-
-class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrainedModel):
-    """MiniMind with two scores per token: the answer begins here, and it ends here. It has no router loss."""
-
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: MiniMindConfig):
-        super(GenericForQuestionAnswering, self).__init__(config)
-        self.model = MiniMindModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()

@@ -24,12 +24,7 @@ from transformers import (
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from hf_pretrain import (
-    MaskedLossTrainer,
-    MiniMindForCausalLM,
-    MiniMindForSequenceClassification,
-    MiniMindForTokenClassification,
-)
+from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM, MiniMindForSequenceClassification
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.callbacks import ProfilerCallback
@@ -559,16 +554,14 @@ def test_rows_of_a_batch_are_read_in_one_call(tmp_path):
             assert ids[: len(expected)].tolist() == expected and (labels > 0).any() == (number >= 0)
 
 
-@pytest.mark.parametrize("head", [MiniMindForSequenceClassification, MiniMindForTokenClassification])
-def test_accumulation_leaves_the_loss_of_a_classifier_as_it_is(tmp_path, head):
-    """transformers' Trainer, which trains the classifiers."""
-    is_per_token = head is MiniMindForTokenClassification
+def test_accumulation_leaves_the_loss_of_a_classifier_as_it_is(tmp_path):
+    """transformers' Trainer, which trains the classifier."""
     ids = [[5, 9, 7, 3], [4, 6, 8, 2], [9, 9, 4, 5], [3, 8, 6, 7]]
-    rows = [{"input_ids": row, "labels": [n % 2 for n in row] if is_per_token else row[0] % 2} for row in ids]
+    rows = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
     logs = []
     for accumulation in (1, 4):
         set_seed(0)
-        model = head(toy_model(vocab_size=64, num_labels=2).config)
+        model = MiniMindForSequenceClassification(toy_model(vocab_size=64, num_labels=2).config)
         arguments = TrainingArguments(
             str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, seed=0,
             per_device_train_batch_size=4 // accumulation, gradient_accumulation_steps=accumulation,
