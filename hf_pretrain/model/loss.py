@@ -61,8 +61,7 @@ def masked_cross_entropy(
 
     Args:
         logits (`torch.Tensor` of shape `(batch_size, seq_len, vocab_size)`): `logits[:, t]` predicts token `t + 1`.
-        labels (`torch.LongTensor` of shape `(batch_size, seq_len)` or `(batch_size, seq_len + 1)`): unshifted, -100
-            where nothing is trained. With one more column, the last position predicts it.
+        labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): unshifted, -100 where nothing is trained.
         loss_mask (`torch.Tensor` of the shape of `labels`, *optional*): weights, aligned with `labels`.
         num_items_in_batch (`torch.Tensor` or `float`, *optional*): the divisor; the sum of the weights by default.
 
@@ -72,7 +71,7 @@ def masked_cross_entropy(
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
-    targets, weights = _targets(labels, loss_mask, logits.shape[1])
+    targets, weights = _targets(labels, loss_mask)
     # (batch_size, seq_len, vocab_size) -> (batch_size * seq_len, vocab_size)
     token_losses = F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE_INDEX, reduction="none")
     return (token_losses * weights).sum() / _divisor(weights, num_items_in_batch)
@@ -106,7 +105,7 @@ def linear_masked_cross_entropy(
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
-    targets, weights = _targets(labels, loss_mask, hidden_states.shape[1])
+    targets, weights = _targets(labels, loss_mask)
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
@@ -115,16 +114,15 @@ def linear_masked_cross_entropy(
     return total / _divisor(weights, num_items_in_batch)
 
 
-def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return the token that each position predicts and its weight, both of shape `(batch_size * seq_len,)`.
 
     This shifts the labels by one. Shifting the logits instead would copy them.
     """
-    # Without a further label, the last position of a row predicts nothing: its weight is 0 and its target is ignored.
-    missing = (0, seq_len + 1 - labels.shape[1])
-    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], missing).flatten()
-    return F.pad(labels[:, 1:], missing, value=IGNORE_INDEX).flatten(), weights
+    # The last position of a row predicts nothing: its weight is 0 and its target is ignored.
+    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1)).flatten()
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten(), weights
 
 
 def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | None) -> torch.Tensor | float:
@@ -250,7 +248,7 @@ def find_documents(
     if attention_mask is not None and attention_mask.dim() == 2:
         token_mask = attention_mask.bool().flatten()
     if labels is not None:
-        trained = (prediction_weights(labels, loss_mask) > 0)[:, : shape[1]].flatten()
+        trained = (prediction_weights(labels, loss_mask) > 0).flatten()
         token_mask = token_mask & (_sum_by(index, trained.float())[index] > 0)
     count = (_sum_by(index, token_mask.float()) > 0).sum()
     return Documents(index, token_mask, count)
@@ -298,21 +296,6 @@ def router_loss(
         total = total + logits.shape[-1] * (load * mean_probability).sum()
     num_groups = documents.count if level == "sequence" else documents.count.clamp(max=1)
     return total / num_groups.clamp(min=1)
-
-
-def unshift_labels(shift_labels: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-    """
-    Return labels with one column more than the row, so that its last position predicts the last label.
-
-    Raises:
-        `ValueError`: for a `loss_mask`, which weights unshifted labels.
-    """
-    if loss_mask is not None:
-        raise ValueError(
-            "loss_mask weights the tokens of labels, and shift_labels are moved by one token. Pass labels, or set "
-            "shift_labels to -100 where nothing is trained."
-        )
-    return F.pad(shift_labels, (1, 0), value=IGNORE_INDEX)
 
 
 class MiniMindLMHead(nn.Linear):

@@ -32,14 +32,7 @@ from .configuration_minimind import MiniMindConfig
 # `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
 from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
 from .inputs import check_names, check_positions, unmask_packed_rows
-from .loss import (
-    MiniMindLMHead,
-    find_documents,
-    masked_cross_entropy,
-    prediction_weights,
-    router_loss,
-    unshift_labels,
-)
+from .loss import MiniMindLMHead, find_documents, masked_cross_entropy, prediction_weights, router_loss
 from .packed_attention import find_visible
 from .pretrained import MiniMindPreTrainedModel
 from .rotary import MiniMindRotaryEmbedding
@@ -304,9 +297,6 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 these indices; 0 means all.
             skip_logits (`bool`, defaults to `False`): with `labels`, return the loss without logits. The logits are
                 then never in memory all at once.
-            shift_labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): the token that each
-                position predicts, used instead of `labels`. transformers passes them under sequence parallelism,
-                where the last token of a shard predicts the first one of the next.
 
         See [`MiniMindModel.forward`] for the other arguments.
 
@@ -314,13 +304,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             [`MiniMindCausalLMOutputWithPast`]
 
         Raises:
-            `ValueError`: if `loss_mask` and `labels` differ in shape, for `loss_mask` with `shift_labels`, or for the
-                reasons in [`MiniMindModel.forward`].
+            `ValueError`: if `loss_mask` and `labels` differ in shape, or for the reasons in [`MiniMindModel.forward`].
         """
-        # NOTE: not a parameter, because Trainer takes each parameter with "label" in its name for a column that every
-        # batch must have to be evaluated.
-        if (shift_labels := kwargs.pop("shift_labels", None)) is not None:
-            labels = unshift_labels(shift_labels, loss_mask)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         if labels is not None and use_cache is None:

@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_pretrain.model import loss as loss_module
 from hf_pretrain.model.loss import (
@@ -16,7 +14,6 @@ from hf_pretrain.model.loss import (
     masked_cross_entropy,
     router_loss,
 )
-from tests.conftest import GENERATIONS
 
 
 def written_out_cross_entropy(logits, labels, weights) -> tuple[float, float]:
@@ -294,27 +291,3 @@ def test_stock_trainer_does_not_inflate_the_router_loss(build_model, tmp_path, l
     if lengths[0] == lengths[1]:
         assert logged[8]["loss"] == pytest.approx(expected, rel=1e-5)
         assert logged[1]["grad_norm"] == pytest.approx(logged[8]["grad_norm"], rel=1e-5)
-
-
-@pytest.mark.parametrize("skip_logits", [True, False])
-@pytest.mark.parametrize("generation", ["v1", "v1-moe"])
-def test_shifted_labels_are_the_targets(build_model, input_ids, generation, skip_logits):
-    """transformers passes them under sequence parallelism. Their last column belongs to the next shard."""
-    model = build_model(**GENERATIONS[generation])
-    targets = input_ids.roll(-1, dims=1)
-    targets[:, 3:6] = -100
-    outputs = model(input_ids, labels=input_ids, shift_labels=targets, skip_logits=skip_logits)
-    assert (outputs.logits is None) is skip_logits
-    logits = model(input_ids).logits
-    expected = ForCausalLMLoss(logits, None, vocab_size=logits.shape[-1], shift_labels=targets)
-    torch.testing.assert_close(outputs.ce_loss, expected, rtol=1e-5, atol=0)
-    # The micro-batch counts all its targets, the last column included.
-    half = model(
-        input_ids, shift_labels=targets, num_items_in_batch=2 * (targets != -100).sum(), skip_logits=skip_logits
-    )
-    torch.testing.assert_close(half.loss * 2, outputs.loss, rtol=1e-5, atol=0)
-    unshifted = model(input_ids, labels=input_ids)
-    moved = F.pad(input_ids[:, 1:], (0, 1), value=-100)
-    torch.testing.assert_close(model(input_ids, shift_labels=moved).loss, unshifted.loss, rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="loss_mask weights the tokens of labels"):
-        model(input_ids, shift_labels=targets, loss_mask=torch.ones(2, 24))
