@@ -34,6 +34,7 @@ from hf_pretrain.stages.evaluation import (
 )
 from hf_pretrain.stages.terminal_chat import is_base_model
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.training.answer_measures import measure_answers
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.models import ModelArguments, load_model
 
@@ -57,6 +58,8 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     # The report below holds the figures that this callback would print.
     trainer.remove_callback(PrinterCallback)
     metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
+    if rows.conversations is not None:
+        metrics |= measure_answers(trainer.model, tokenizer, rows.conversations)
     facts = RunFacts(datasets=rows.names, data_kind=rows.kind)
     results = begin_results(
         metrics, facts, rows.report[-1], max_length=data_args.max_length, limit=training_args.limit

@@ -16,7 +16,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..runtime.metrics import HEADLINES
+from ..runtime.metrics import METRICS
 from ..runtime.writing import written_whole
 from .run_files import Run
 
@@ -102,7 +102,7 @@ def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
 def _headlines(run: Run) -> list[tuple[str, str]]:
     """Return the final figures of a run as pairs of label and text."""
     rows = []
-    for metric in HEADLINES:
+    for metric in METRICS:
         if (value := run.last(metric.key)) is not None:
             rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
     if run.log:

@@ -18,7 +18,8 @@ class Metric:
         label (`str`): its name for people.
         unit (`str`): its unit; empty if there is none or the label names it.
         lower_is_better (`bool`): whether a smaller value is better.
-        is_headline (`bool`): whether the progress line and the report show it; the model card shows all.
+        is_headline (`bool`): whether the progress line and the report show it; the page of the run and the
+            model card show all.
     """
 
     key: str
@@ -45,6 +46,11 @@ METRICS = (
     Metric("eval_kl", "KL divergence from the teacher", NATS),
     Metric("eval_rewards/accuracies", "reward accuracy", lower_is_better=False),
     Metric("eval_reward", "mean reward", lower_is_better=False),
+    # Figures of greedy answers (training/answer_measures.py).
+    Metric("eval_distinct_2", "distinct-2 of the answers", lower_is_better=False, is_headline=False),
+    Metric("eval_repeated_4grams", "share of repeated 4-grams", is_headline=False),
+    Metric("eval_ended_answers", "share of answers that end", lower_is_better=False, is_headline=False),
+    Metric("eval_answer_tokens", "mean length of the answers", "tokens", lower_is_better=False, is_headline=False),
 )
 HEADLINES = tuple(metric for metric in METRICS if metric.is_headline)
 # Endings of `--metric_for_best_model` for which lower is better. transformers itself knows only "loss".

@@ -77,7 +77,7 @@ def sample_continuations(
     for number in np.linspace(0, len(starts) - 1, num_samples).astype(int):
         length = max(2, min(16, (ends[number] - starts[number]) // 2))
         prompt = tokens[starts[number] : starts[number] + length]
-        continuation = _generate(model, tokenizer, prompt, max_new_tokens=48)
+        (continuation,) = generate(model, tokenizer, [prompt], max_new_tokens=48)
         samples.append(tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, continuation)))
     return samples
 
@@ -110,7 +110,6 @@ def sample_answers(
     conversations: datasets.Dataset,
     *,
     num_samples: int = 3,
-    max_prompt_tokens: int = 512,
 ) -> list[tuple[str, str]]:
     """
     Return pairs of question and answer for questions of validation conversations or preferences. An answer includes
@@ -120,45 +119,68 @@ def sample_answers(
     Args:
         conversations ([`~datasets.Dataset`]): the conversations or preferences, as JSON in the column `text`.
         num_samples (`int`): number of conversations.
-        max_prompt_tokens (`int`): tokens of a prompt at most. A longer prompt loses its beginning.
     """
-    samples = []
-    for number in np.linspace(0, len(conversations) - 1, num_samples).astype(int):
-        record = json.loads(conversations[int(number)]["text"])
+    return [
+        (question, tokenizer.decode(generate(model, tokenizer, [prompt], max_new_tokens=64)[0]))
+        for question, prompt in choose_questions(tokenizer, conversations, num_samples)
+    ]
+
+
+def choose_questions(
+    tokenizer: PreTrainedTokenizerBase, conversations: datasets.Dataset, number: int, *, max_tokens: int = 512
+) -> list[tuple[str, list[int]]]:
+    """
+    Return questions of evenly spaced conversations with the prompts of their answers. A prompt of more than
+    `max_tokens` loses its beginning.
+    """
+    questions = []
+    for index in np.linspace(0, len(conversations) - 1, number).astype(int):
+        record = json.loads(conversations[int(index)]["text"])
         # A preference has a prompt. The prompt of a conversation ends before the first answer.
         messages = record.get("prompt") or list(
             itertools.takewhile(lambda message: message["role"] != "assistant", record["messages"])
         )
-        prompt = encode_prompt(tokenizer, messages)[-max_prompt_tokens:]
-        answer = _generate(model, tokenizer, prompt, max_new_tokens=64)
-        samples.append((messages[-1]["content"], tokenizer.decode(answer)))
-    return samples
+        questions.append((messages[-1]["content"], encode_prompt(tokenizer, messages)[-max_tokens:]))
+    return questions
 
 
-def _generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int] | np.ndarray, *, max_new_tokens: int
-) -> list[int]:
-    """Return token ids sampled after a prompt. The same prompt and model always give the same ids."""
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int] | np.ndarray],
+    *,
+    max_new_tokens: int,
+    **settings: Any,
+) -> list[list[int]]:
+    """
+    Return the token ids that follow each prompt, up to the stop token. By default they are sampled; the same prompts,
+    model and `settings` of `generate` always give the same ids.
+    """
     model.eval()
-    input_ids = torch.tensor(prompt, device=model.device).long()[None]
+    settings = settings or {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    # Shorter prompts begin with padding, so that all answers begin at the same position.
+    width = max(map(len, prompts))
+    rows = [[*[tokenizer.pad_token_id] * (width - len(prompt)), *prompt] for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    attention_mask = (torch.arange(width) >= width - lengths[:, None]).long().to(model.device)
     # `generate` draws only torch's random numbers. The training must not depend on the texts.
     device_type = model.device.type
     kept_random = torch.random.fork_rng([] if device_type == "cpu" else [model.device], device_type=device_type)
     # A compiled layer would be compiled again for each length of the growing text.
     with kept_random, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        # Seed each text, so that it does not depend on the texts before it. This seeds the generators of all devices.
+        # Seed each call, so that its texts do not depend on earlier calls. This seeds the generators of all devices.
         torch.manual_seed(0)
         output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
+            torch.tensor(rows, device=model.device).long(),
+            attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.8,
-            top_p=0.9,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            **settings,
         )
-    return output[0, input_ids.shape[1] :].tolist()
+    answers = output[:, width:].tolist()
+    eos = tokenizer.eos_token_id
+    return [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in answers]
 
 
 def format_report(

@@ -19,6 +19,7 @@ from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
+from .answer_measures import measure_answers
 from .base_trainer import RunTrainer
 from .callbacks import (
     LogLinesCallback,
@@ -113,6 +114,7 @@ def train_and_evaluate(
     *,
     checkpoint: str | None,
     sample: Callable[[PreTrainedModel], list[tuple[str, str]]] | None = None,
+    measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
 ) -> tuple[dict[str, float], list[tuple[str, str]]]:
     """
     Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks must call this
@@ -122,6 +124,7 @@ def train_and_evaluate(
         trainer ([`RunTrainer`]): the trainer of any stage.
         checkpoint (`str`, *optional*): the checkpoint directory to resume from.
         sample (`Callable`, *optional*): returns prompts and generated texts of a model. Each evaluation calls it.
+        measure (`Callable`, *optional*): returns figures of a model's answers, for each evaluation.
 
     Returns:
         `tuple[dict, list]`: the validation metrics of the saved model, an empty `dict` without a validation set; and
@@ -142,7 +145,7 @@ def train_and_evaluate(
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if sample is not None:
-        trainer.add_callback(samples := SampleCallback(sample))
+        trainer.add_callback(samples := SampleCallback(sample, measure))
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
@@ -276,7 +279,10 @@ def train_on(
         **kwargs,
     )
     sample_model = partial(sample, trainer) if sample is not None else _make_sampler(data)
-    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model)
+    measure = None
+    if data.conversations is not None:
+        measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
+    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model, measure=measure)
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and data.eval is not None and isinstance(data.train, Dataset):
         facts.unigram_loss = unigram_loss(data.train, data.eval, vocab_size=len(data.tokenizer))
