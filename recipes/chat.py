@@ -4,11 +4,13 @@ Chat with a model in the terminal.
     hf-pretrain chat
     hf-pretrain chat --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
     hf-pretrain chat --prompt "How do you do?" --greedy
+    hf-pretrain chat --tools examples.agent_tools:TOOLS
     hf-pretrain chat --tools tools.json --think on
     hf-pretrain chat --model_name_or_path out/pretrain-tiny --raw
 
 `/help` lists the commands. Answers appear while the model writes them, with their speed after them, and Ctrl-C ends
-one early. After a tool call, the next line that you type is its result. Your input is plain text: `<|im_end|>` in it
+one early. The chat runs the tools that are Python functions. After a call of a tool from a JSON file, the next line
+that you type is its result. Your input is plain text: `<|im_end|>` in it
 is not a control token. A base model continues your text instead of answering it: one whose last run was pretraining,
 or whose tokenizer has no chat template. `--raw` and `--no-raw` choose.
 """
@@ -67,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     if args.model_name_or_path is None:
         # Standard output holds the answer alone.
         print(title, file=sys.stderr)
-    chat.answer(partial(print, end="", flush=True))
+    chat.respond(partial(print, end="", flush=True))
     print()
     print(chat.speed, file=sys.stderr)
 
@@ -77,7 +79,10 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument("--prompt", help="answer or continue this text, and exit")
     parser.add_argument("--system", help="the system message")
-    parser.add_argument("--tools", help="JSON file with a list of tool schemas")
+    parser.add_argument(
+        "--tools",
+        help="JSON file of tool schemas, calculator, or module.path:NAME of functions, which the chat runs",
+    )
     parser.add_argument(
         "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
     )

@@ -5,6 +5,7 @@ Serve a model with transformers' OpenAI-compatible server. By default, only this
     hf-pretrain serve --model_name_or_path out/sft-tiny --port 8001 --reasoning off
     hf-pretrain serve --continuous_batching
     hf-pretrain serve --web
+    hf-pretrain serve --web --tools examples.agent_tools:TOOLS
     hf-pretrain serve --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
 
 `--web` also opens a chat page in the browser, and `--compare` shows a second model beside the first. Any OpenAI client
@@ -37,6 +38,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.stages.serving import check_ports, serve_model, stop_servers
+    from hf_pretrain.stages.tools import read_tools
 
 
 def main(args: argparse.Namespace) -> None:
@@ -50,6 +52,9 @@ def main(args: argparse.Namespace) -> None:
         )
     if args.web:
         from hf_pretrain.stages.chat_page import Endpoint, open_page
+    elif args.tools:
+        raise UserError("--tools are for the chat page, whose server calls none itself. Add --web.")
+    schemas, functions = read_tools(args.tools)
 
     names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
     ports = range(args.port, args.port + len(names))
@@ -78,7 +83,8 @@ def main(args: argparse.Namespace) -> None:
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False)
+        tools = {"schemas": schemas, "functions": functions}
+        open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False, **tools)
         stop_servers(servers)
 
 
@@ -90,6 +96,9 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
     parser.add_argument("--web_port", type=int, metavar="N", default=7860, help="TCP port of the chat page")
     parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
+    parser.add_argument(
+        "--tools", help="JSON file with tool schemas, or module.path:NAME of functions, which the chat page runs"
+    )
     parser.add_argument("--device", default="auto", help="auto, or a device such as cpu or cuda:0")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
     parser.add_argument(

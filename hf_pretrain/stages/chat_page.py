@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from typing import Any
 
 from ..runtime.errors import needing_extra
 from ..tokenizer.control_tokens import thinking_variables
-from .tools import read_schemas
+from .tools import MAX_TOOL_ROUNDS, call_tool, read_schemas
 
 
 with needing_extra("web", "The chat page needs gradio"):
@@ -29,6 +29,7 @@ with needing_extra("web", "The chat page needs gradio"):
 
 Message = dict[str, Any]
 History = list[Message]
+Functions = dict[str, Callable[..., Any]]
 
 # Seconds between two updates of a growing answer: a fast model would otherwise be ahead of the page.
 _UPDATE_SECONDS = 0.05
@@ -196,13 +197,25 @@ def _parts(answer: Message) -> list[tuple[str, Any]]:
     return parts
 
 
-def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
+async def _run_tools(history: History, functions: Functions) -> History:
+    """Return a history with the results of the tool calls that wait."""
+    for call in waiting_calls(history) if functions else []:
+        result = await asyncio.to_thread(call_tool, functions, call)
+        history = [*history, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+    return history
+
+
+def make_page(
+    endpoints: list[Endpoint], *, thinking: bool = True, schemas: list[Message] | None = None, functions: Functions
+) -> gr.Blocks:
     """
     Return the page for one or two models. `page.launch()` serves it.
 
     Args:
         endpoints (`list[Endpoint]`): the models.
         thinking (`bool`): the initial setting.
+        schemas (`list[dict]`, *optional*): the tools that the page offers at first.
+        functions (`dict`): functions that run the tools, by name. Without them, the user types the results.
     """
     with gr.Blocks(title="hf_pretrain chat", analytics_enabled=False, fill_height=True) as page:
         histories = [gr.State([]) for _ in endpoints]
@@ -227,12 +240,19 @@ def make_page(endpoints: list[Endpoint], *, thinking: bool = True) -> gr.Blocks:
                 gr.Slider(0.05, 1.0, 0.9, step=0.05, label="Top p"),
                 gr.Slider(1, 2048, 256, step=1, label="Longest answer in tokens"),
                 gr.Checkbox(thinking, label="Thinking"),
-                gr.Textbox("", label="Tools (JSON list of schemas)", lines=3),
+                gr.Textbox(
+                    json.dumps(schemas, ensure_ascii=False) if schemas else "",
+                    label="Tools (JSON list of schemas)",
+                    lines=3,
+                    max_lines=8,
+                ),
             ]
         everything = [*chats, *histories]
         begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])
         running = [
-            begun.success(_answering(endpoint), [history, *settings], [chat, history], show_progress="hidden")
+            begun.success(
+                _answering(endpoint, functions), [history, *settings], [chat, history], show_progress="hidden"
+            )
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
         stop.click(None, cancels=running).then(_wait_for_end).then(_end, histories, everything)
@@ -257,8 +277,8 @@ def _ask(text: str, *histories: History) -> list[Any]:
     return ["", *_both(add_text(list(histories), text))]
 
 
-def _answering(endpoint: Endpoint) -> Any:
-    """Return the handler that lets a model write the answer that [`add_text`] has begun."""
+def _answering(endpoint: Endpoint, functions: Functions) -> Any:
+    """Return the handler that lets a model write the answer that [`add_text`] has begun, and runs the tools."""
 
     async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
         if not history or not history[-1].get("is_running"):
@@ -267,9 +287,14 @@ def _answering(endpoint: Endpoint) -> Any:
             return
         _growing[request.session_hash] += 1
         try:
-            async with aclosing(stream_answer(endpoint, history[:-1], *settings)) as messages:
-                async for message in messages:
-                    yield show(now := [*history[:-1], message]), now
+            now = history[:-1]
+            for _ in range(MAX_TOOL_ROUNDS):
+                async with aclosing(stream_answer(endpoint, past := now, *settings)) as messages:
+                    async for message in messages:
+                        yield show(now := [*past, message]), now
+                answered, now = now, await _run_tools(now, functions)
+                if now == answered:
+                    break
         finally:
             _growing[request.session_hash] -= 1
 
@@ -287,13 +312,13 @@ def _end(*histories: History) -> list[Any]:
     return _both([[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories])
 
 
-def open_page(endpoints: list[Endpoint], *, host: str, port: int, thinking: bool) -> None:
-    """Serve the page for models that are served already, until the user stops it with Ctrl-C."""
+def open_page(endpoints: list[Endpoint], *, host: str, port: int, **options: Any) -> None:
+    """Serve the page of [`make_page`] for models that are served already, until the user stops it with Ctrl-C."""
     # A proxy for the internet knows no servers of this machine.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost", "127.0.0.1", host]))
     print(f"The chat page is at http://{host}:{port}", flush=True)
-    make_page(endpoints, thinking=thinking).launch(
+    make_page(endpoints, **options).launch(
         server_name=host,
         server_port=port,
         quiet=True,

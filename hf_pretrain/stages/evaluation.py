@@ -21,6 +21,7 @@ from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.training_arguments import LMTrainingArguments
+from .tool_call_task import TASK
 
 
 RESULTS_NAME = "evaluation.json"
@@ -34,8 +35,9 @@ GROUPS = {
 
 
 def expand_tasks(names: str) -> list[str]:
-    """Return the tasks of a comma-separated list, with each group replaced by its tasks."""
-    return [task for name in names.split(",") for task in GROUPS.get(name.strip(), (name.strip(),))]
+    """Return the tasks of a comma-separated list without repetitions, and with each group replaced by its tasks."""
+    tasks = [task for name in names.split(",") for task in GROUPS.get(name.strip(), (name.strip(),))]
+    return list(dict.fromkeys(tasks))
 
 
 @dataclass
@@ -71,7 +73,7 @@ class EvaluationArguments(LMTrainingArguments):
     )
     tasks: str | None = field(
         default=None,
-        metadata={"help": f"Tasks of lm-eval, or the groups {' and '.join(GROUPS)}, separated by commas."},
+        metadata={"help": f"Tasks of lm-eval, {TASK}, or the groups {' and '.join(GROUPS)}, separated by commas."},
     )
     apply_chat_template: bool | None = field(
         default=None,
@@ -87,7 +89,7 @@ class EvaluationArguments(LMTrainingArguments):
         # In a training config, --output_dir names the run to evaluate. `settle` later sets it to the directory of the
         # results.
         self.run_dir = self.output_dir
-        if self.tasks and importlib.util.find_spec("lm_eval") is None:
+        if set(expand_tasks(self.tasks or TASK)) != {TASK} and importlib.util.find_spec("lm_eval") is None:
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.

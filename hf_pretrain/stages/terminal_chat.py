@@ -26,7 +26,7 @@ from ..reports.run_files import read_launches, trained_on_text
 from ..runtime.errors import UserError
 from ..runtime.names import split_hub_name
 from ..tokenizer.control_tokens import check_chat_template, encode_documents, encode_prompt
-from .tools import read_schemas
+from .tools import MAX_TOOL_ROUNDS, call_tool, read_tools
 
 
 COMMON_HELP = """\
@@ -36,7 +36,7 @@ COMMON_HELP = """\
 CHAT_HELP = f"""\
 /system TEXT    set the system message; without TEXT, remove it
 /think on|off   answer with or without reasoning
-/tools FILE     offer the tools in a JSON list of schemas; without FILE, offer none
+/tools NAME     offer the tools in a JSON file of schemas or, as module:NAME, in Python; without NAME, offer none
 /reset          forget the conversation
 /save FILE      append the conversation to a JSONL file that SFT can read
 {COMMON_HELP}"""
@@ -58,7 +58,7 @@ class Chat:
         is_raw (`bool`): continue a text instead of answering it.
         system (`str`, *optional*): the system message.
         enable_thinking (`bool`, *optional*): whether the model reasons first; by default the chat template decides.
-        tools (`str`, *optional*): a JSON file with the schemas of the offered tools.
+        tools (`str`, *optional*): the offered tools, as [`~stages.tools.read_tools`] reads them.
         temperature (`float`): divisor of the logits; 0 always takes the most probable token.
         max_new_tokens (`int`): limit of one answer. The positions that the prompt leaves are another limit.
         **sampling: other arguments of `generate`, such as `top_p`.
@@ -81,7 +81,7 @@ class Chat:
             check_chat_template(tokenizer)
         self.model, self.tokenizer, self.is_raw = model, tokenizer, is_raw
         self.system, self.enable_thinking = system, enable_thinking
-        self.tools = read_schemas(Path(tools).read_text(encoding="utf-8")) if tools else None
+        self.tools, self.functions = read_tools(tools)
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.set_temperature(temperature)
         self.history: list[dict[str, Any]] = []
@@ -122,11 +122,29 @@ class Chat:
         if not (text := text.strip()):
             return False
         if self.pending_calls:
-            name = self.pending_calls.pop(0)["function"]["name"]
-            self.history.append({"role": "tool", "name": name, "content": text})
+            self._add_result(text)
         else:
             self.history.append({"role": "user", "content": text})
         return not self.pending_calls
+
+    def _add_result(self, text: str) -> None:
+        """Add the result of the first pending tool call."""
+        name = self.pending_calls.pop(0)["function"]["name"]
+        self.history.append({"role": "tool", "name": name, "content": text})
+
+    def respond(self, write: Callable[[str], Any]) -> dict[str, Any]:
+        """Answer as [`answer`] does. While the answer calls tools that are functions, run them and answer again."""
+        message = self.answer(write)
+        for _ in range(MAX_TOOL_ROUNDS):
+            if not (self.functions and self.pending_calls):
+                break
+            while self.pending_calls:
+                result = call_tool(self.functions, self.pending_calls[0])
+                self._add_result(result)
+                write(f"\n(result) {result}")
+            write("\n")
+            message = self.answer(write)
+        return message
 
     def answer(self, write: Callable[[str], Any]) -> dict[str, Any]:
         """
@@ -212,7 +230,7 @@ class Chat:
             self.enable_thinking = value == "on"
             return f"thinking is {value}"
         if name == "/tools":
-            self.tools = read_schemas(Path(value).read_text(encoding="utf-8")) if value else None
+            self.tools, self.functions = read_tools(value)
             return f"tools: {', '.join(tool['function']['name'] for tool in self.tools or []) or 'none'}"
         raise UserError(f"{line!r} is not a command.\n{CHAT_HELP}")
 
@@ -242,7 +260,7 @@ class Chat:
                 if line.startswith("/"):
                     print(self.run_command(line.strip()))
                 elif self.say(line):
-                    self.answer(partial(print, end="", flush=True))
+                    self.respond(partial(print, end="", flush=True))
                     print(f"\n[{self.speed}]")
             except (ValueError, OSError) as error:
                 print(error)

@@ -1,5 +1,6 @@
 """
-Tools that a model may call while it answers: a calculator, and functions of the user; and the import of user code.
+Tools that a model may call while it answers: a calculator, and functions of the user; their calls; and the import of
+user code.
 
 A tool is a function with type hints and a docstring in Google's style. transformers makes its JSON schema from them,
 so the docstring is part of the prompt. `examples/agent_tools.py` holds the tools of MiniMind's agent stage.
@@ -13,7 +14,10 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+from transformers.utils import get_json_schema
 
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
@@ -37,6 +41,8 @@ _MATH = (
 )
 # Python integers have no limit. Without this one, a model could fill the memory with 9**9**9.
 MAX_BITS = 4096
+# Answers to one question that may call tools, as in MiniMind's chat page.
+MAX_TOOL_ROUNDS = 16
 # Operators as models write them.
 _SPELLINGS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")"})
 
@@ -93,6 +99,35 @@ def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:
         found = calculator if name == "calculator" else load_object(name, flag="--tools", known=["calculator"])
         loaded += found if isinstance(found, list) else [found]
     return loaded
+
+
+def read_tools(name: str | None) -> tuple[list[dict[str, Any]] | None, dict[str, Callable[..., Any]]]:
+    """
+    Return the JSON schemas of tools, and the functions that run them, by name.
+
+    Args:
+        name (`str`, *optional*): a JSON file of schemas, whose calls only the user can answer, or a name for
+            [`load_tools`].
+    """
+    if not name:
+        return None, {}
+    if name.endswith(".json") or Path(name).is_file():
+        return read_schemas(Path(name).read_text(encoding="utf-8")), {}
+    functions = load_tools([name]) or []
+    return [get_json_schema(function) for function in functions], {each.__name__: each for each in functions}
+
+
+def call_tool(functions: dict[str, Callable[..., Any]], call: dict[str, Any]) -> str:
+    """Return the result of a tool call as text. An error becomes the result, as in TRL, and the model reads it."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    try:
+        if name not in functions:
+            raise UserError(f"There is no tool {name!r}, only {', '.join(functions)}.")
+        result = functions[name](**(json.loads(arguments) if isinstance(arguments, str) else arguments))
+    # The function is the user's, and the arguments are the model's, so anything may happen.
+    except Exception as error:
+        result = {"error": str(error)}
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def read_schemas(text: str) -> list[dict[str, Any]]:

@@ -8,10 +8,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from openai import OpenAI
 
+from hf_pretrain.stages import chat_page
 from hf_pretrain.stages.chat_page import Endpoint, add_text, show, stream_answer, to_request
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.talking import CHINESE, TOOL, save_rambler
@@ -67,6 +69,26 @@ def test_a_request_has_neither_reasoning_nor_errors_nor_empty_answers():
     # A server reads the arguments as JSON, and would fail on all requests that follow.
     (message,) = to_request([{"role": "assistant", "content": "", "tool_calls": [call("a", '{"city')]}])
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == '{"city'
+
+
+def test_the_page_runs_tools_and_asks_again_with_their_results(monkeypatch):
+    answers = iter([called("f", "f"), {"role": "assistant", "content": "done"}])
+    requests = []
+
+    async def stream(endpoint, history, *settings):
+        requests.append(history)
+        yield next(answers)
+
+    async def collect():
+        handler = chat_page._answering(None, {"f": lambda: "rain"})
+        session = SimpleNamespace(session_hash="a")
+        return [now async for _, now in handler(session, [QUESTION, RUNNING])]
+
+    monkeypatch.setattr(chat_page, "stream_answer", stream)
+    final = asyncio.run(collect())[-1]
+    results = [result("f", "rain")] * 2
+    assert final == [QUESTION, called("f", "f"), *results, {"role": "assistant", "content": "done"}]
+    assert requests == [[QUESTION], final[:-1]]
 
 
 def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
