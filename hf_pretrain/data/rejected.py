@@ -8,7 +8,6 @@ from typing import Any
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from .corpora import COPY
 
 
 logger = logging.get_logger(__name__)
@@ -34,7 +33,7 @@ class RejectedLines:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         self.num_lines = 0
-        self.num_rejected = self.num_copies = 0
+        self.num_rejected = 0
         # Positions that are already logged and listed.
         self.listed: set[tuple[str, int]] = set()
         self.reasons: Counter[str] = Counter()
@@ -52,10 +51,6 @@ class RejectedLines:
 
     def add(self, source: str, line: int, reason: str) -> None:
         """Record a bad line."""
-        # The user did not make the copies in embedded corpora, so they do not count against the limit.
-        if reason == COPY.reason:
-            self.num_copies += 1
-            return
         # Count the line in every epoch of a stream, because `num_lines` counts it in every epoch, too.
         self.num_rejected += 1
         if (source, line) in self.listed:  # every epoch of a stream reads it again
@@ -74,13 +69,9 @@ class RejectedLines:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    def describe_counts(self) -> str:
-        """Return a text with the numbers of dropped copies and bad lines, or an empty one."""
-        counts = {
-            "exact copies of embedded documents left out": self.num_copies,
-            "bad lines skipped": self.num_rejected,
-        }
-        return "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    def describe_count(self) -> str:
+        """Return a text with the number of bad lines, or an empty one."""
+        return f"{self.num_rejected:,} bad lines skipped" if self.num_rejected else ""
 
     def check_ratio(self) -> None:
         """

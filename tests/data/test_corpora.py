@@ -3,18 +3,19 @@ import itertools
 import pytest
 
 from hf_pretrain.data import corpora
-from hf_pretrain.data.corpora import COPY, EMBEDDED_CORPORA, load_embedded
+from hf_pretrain.data.corpora import EMBEDDED_CORPORA, load_embedded
 from hf_pretrain.data.formats import read_text
 
 
 def test_parts_have_their_documents():
     records = {part: list(load_embedded(part)) for part in EMBEDDED_CORPORA}
-    assert {part: (len(found), found.count(COPY)) for part, found in records.items()} == {
-        "chitchat": (7168, 935),
-        "idiom": (30895, 1),
-        "chatterbot": (7644, 1201),
+    # Without 935, 1 and 1,201 copies of earlier documents.
+    assert {part: len(found) for part, found in records.items()} == {
+        "chitchat": 7168 - 935,
+        "idiom": 30895 - 1,
+        "chatterbot": 7644 - 1201,
     }
-    documents = {part: [record["text"] for record in found if record is not COPY] for part, found in records.items()}
+    documents = {part: [record["text"] for record in found] for part, found in records.items()}
     assert all(len(set(texts)) == len(texts) for texts in documents.values())
     assert documents["chitchat"][0].startswith(
         "A: Hello How are you doing today?\nB: whats up MD im doing good how are you doing?\nA: Im alright, "
@@ -24,7 +25,7 @@ def test_parts_have_their_documents():
     )
     assert "A: What language are you written in?\nB: Python." in documents["chatterbot"]
     assert "A: 你是什么语言编写的\nB: Python" in documents["chatterbot"]
-    everything = [record["text"] for record in load_embedded() if record is not COPY]
+    everything = [record["text"] for record in load_embedded()]
     assert everything == list(itertools.chain(*documents.values()))
     for text in everything:
         assert read_text({"text": text}, text_column="text") == text
