@@ -188,18 +188,13 @@ class Chat:
             raise UserError(
                 f"The text so far has {len(ids)} tokens, and the model sees {len(ids) + room}: /reset it to go on."
             )
-        options = self.sampling | {"do_sample": self.temperature > 0, "temperature": self.temperature}
-        if not options["do_sample"]:
-            # transformers warns about settings that have no effect.
-            options = {name: value for name, value in options.items() if name not in ("temperature", "top_p", "top_k")}
+        options = settle_sampling(self.tokenizer, temperature=self.temperature, **self.sampling)
         input_ids = torch.tensor([ids], device=self.model.device)
         try:
             self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 streamer=streamer,
-                eos_token_id=self.tokenizer.eos_token_id,
-                pad_token_id=self.tokenizer.pad_token_id,
                 max_new_tokens=min(room, self.max_new_tokens),
                 **options,
             )
@@ -325,6 +320,16 @@ class PartsStreamer(TextStreamer):
             self.write(("\n" if self._shown else "") + label)
             self._shown = field
         self.write(text)
+
+
+def settle_sampling(tokenizer: PreTrainedTokenizerFast, *, temperature: float, **sampling: Any) -> dict[str, Any]:
+    """Return the arguments of `generate` for a temperature, which may be 0, and other settings of the sampling."""
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if temperature > 0:
+        return sampling | special | {"do_sample": True, "temperature": temperature}
+    # transformers warns about settings that have no effect.
+    kept = {name: value for name, value in sampling.items() if name not in ("top_p", "top_k")}
+    return kept | special | {"do_sample": False}
 
 
 def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> bool:

@@ -61,14 +61,17 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        # `normalized=False`: a normalizer must not change how a control token is spelled.
-        special_tokens=[AddedToken(token, special=token not in MARKS, normalized=False) for token in SPECIAL_TOKENS],
+        special_tokens=SPECIAL_TOKENS,
         # All 256 bytes, so that text outside the training data needs no unknown token.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     announce("training a tokenizer")
     backend.train_from_iterator(texts, trainer)
+    # NOTE: the trainer makes them all special, so `skip_special_tokens=True` would leave the marks out. A change holds
+    # only for a loaded copy. `normalized=False`: a normalizer must not change how a mark is spelled.
+    backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    backend = Tokenizer.from_str(backend.to_str())
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS_TOKEN,

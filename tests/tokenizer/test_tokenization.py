@@ -38,6 +38,8 @@ def test_special_tokens_have_their_ids(tokenizer):
     assert len(tokenizer) == 340 == len(set(tokenizer.get_vocab().values()))
     ids = tokenizer("the cat").input_ids
     assert 1 not in ids and 2 not in ids
+    # Parsers of thoughts and tool calls need the marks.
+    assert tokenizer.decode([1, 7, *ids, 8, 2], skip_special_tokens=True) == "<think>the cat</think>"
 
 
 def test_every_byte_round_trips(tokenizer):

@@ -1,0 +1,145 @@
+"""
+Answer a file of prompts in batches.
+
+Line N of the output belongs to record N of the input, so the output itself says where an interrupted run goes on.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
+
+from ..data.formats import BadRecord, parse_json, read_file
+from ..data.messages import as_text, read_tools, read_turn, take_weights
+from ..runtime.errors import UserError
+from ..runtime.progress import progress
+from ..tokenizer.control_tokens import encode_documents, encode_prompt
+
+
+# The field of the answer in a line of the output.
+ANSWER = "generated"
+
+
+def read_prompts(path: Path, tokenizer: PreTrainedTokenizerFast, **how: Any) -> list[tuple[dict, list[int]]]:
+    """
+    Return the records of a file, each with the token ids of its prompt.
+
+    Args:
+        path (`Path`): a file of records with prompts.
+        tokenizer ([`PreTrainedTokenizerFast`]), how: the other arguments of [`encode_record`].
+
+    Raises:
+        `UserError`: for a record without a usable prompt.
+    """
+    prompts = []
+    for number, text in read_file(path, text_column=None):
+        try:
+            record = text if isinstance(text, BadRecord) else parse_json(text)
+            if isinstance(record, BadRecord):
+                raise record
+            if not isinstance(record, dict) or ANSWER in record:
+                raise BadRecord(f"not an object, or one with the field {ANSWER!r}, which is for the answer")
+            prompts.append((record, encode_record(record, tokenizer, **how)))
+        except BadRecord as error:
+            raise UserError(f"{path}, line {number}: {error.reason}.") from error
+    return prompts
+
+
+def encode_record(
+    record: dict[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    is_raw: bool = False,
+    enable_thinking: bool | None = None,
+    max_tokens: int,
+) -> list[int]:
+    """
+    Return the token ids of the prompt of a record: `prompt`, a text or messages, or else `messages`. Answers at the
+    end of the messages are left out, because the model is to give them.
+
+    Args:
+        is_raw (`bool`): continue the text of `prompt` instead of answering it.
+        enable_thinking (`bool`, *optional*): with or without reasoning; by default the chat template decides.
+        max_tokens (`int`): length of the longest prompt that leaves room for an answer.
+
+    Raises:
+        `BadRecord`: for a record without a prompt, or with one that is malformed or too long.
+    """
+    if is_raw:
+        # A document begins with bos. Leave out its eos, which would end it.
+        ids = encode_documents([as_text(record.get("prompt"), "prompt")], tokenizer)[0][:-1]
+    else:
+        messages, tools = read_turn(record.get("prompt", record.get("messages")), "prompt", "user")
+        take_weights(messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise BadRecord("no message comes before the answer; write one of the user")
+        ids = encode_prompt(tokenizer, messages, read_tools(record) or tools, enable_thinking)
+    if len(ids) > max_tokens:
+        raise BadRecord(
+            f"a prompt of {len(ids)} tokens; --max_new_tokens leaves {max_tokens} of the model's positions"
+        )
+    return ids
+
+
+def count_answers(path: Path, records: list[dict[str, Any]]) -> int:
+    """
+    Return the number of answers in an output file. Cut off a last line that a killed run has not completed.
+
+    Raises:
+        `UserError`: if a line does not hold the fields of the record in its place.
+    """
+    path.touch()
+    with path.open("r+b") as file:
+        lines = file.readlines()
+        if lines and not lines[-1].endswith(b"\n"):
+            file.truncate(sum(map(len, lines[:-1])))
+            lines.pop()
+    for number, line in enumerate(lines):
+        answered = {name: value for name, value in json.loads(line).items() if name != ANSWER}
+        if records[number : number + 1] != [answered]:
+            raise UserError(f"{path}, line {number + 1} answers no record in its place. Name another --output.")
+    return len(lines)
+
+
+def write_answers(
+    prompts: list[tuple[dict, list[int]]],
+    path: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    batch_size: int,
+    seed: int = 0,
+    **sampling: Any,
+) -> int:
+    """
+    Append each record with its answer, without special tokens, to a JSONL file that may hold the first ones already.
+
+    Args:
+        prompts (`list`): the result of [`read_prompts`].
+        path (`Path`): the JSONL file.
+        model ([`PreTrainedModel`]), tokenizer ([`PreTrainedTokenizerFast`]): the model, in eval mode, on its device.
+        batch_size (`int`): prompts per call of `generate`, whose arguments are `sampling`.
+        seed (`int`): seed of the sampling.
+
+    Returns:
+        `int`: the number of answers that were there already.
+    """
+    num_old = count_answers(path, [record for record, _ in prompts])
+    with path.open("a", encoding="utf-8") as file, progress("generating", len(prompts)) as bar:
+        bar.update(num_old)
+        for start in range(num_old, len(prompts), batch_size):
+            records, ids = zip(*prompts[start : start + batch_size], strict=True)
+            # On the left: a decoder continues the right end of each row.
+            batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(model.device)
+            # A run that goes on must not draw the random numbers of its first batch again.
+            set_seed(seed + start)
+            output = model.generate(**batch, **sampling)[:, batch["input_ids"].shape[1] :]
+            answers = tokenizer.batch_decode(output, skip_special_tokens=True)
+            for record, answer in zip(records, answers, strict=True):
+                file.write(json.dumps(record | {ANSWER: answer}, ensure_ascii=False) + "\n")
+            file.flush()
+            bar.update(len(answers))
+    return num_old
