@@ -10,9 +10,9 @@ Chat with a model in the terminal.
 
 `/help` lists the commands. Answers appear while the model writes them, with their speed after them, and Ctrl-C ends
 one early. The chat runs the tools that are Python functions. After a call of a tool from a JSON file, the next line
-that you type is its result. Your input is plain text: `<|im_end|>` in it is not a control token. A base model continues
-your text instead of answering it: one whose last run was pretraining, or whose tokenizer has no chat template. `--raw`
-and `--no-raw` choose.
+that you type is its result. Your input is plain text: `<|im_end|>` in it is not a control token. A base model
+continues your text instead of answering it: one whose last run was pretraining, or whose tokenizer has no chat
+template. `--raw` and `--no-raw` choose.
 """
 
 import argparse
