@@ -25,10 +25,11 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.names import model_name
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.progress import announce
+from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base, merge_adapter
 from hf_pretrain.weights.comparing import validation_documents
-from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, replaced_files, upstream_stage
+from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.models import parse_fields
@@ -36,7 +37,7 @@ from hf_pretrain.weights.models import parse_fields
 
 def main(args: argparse.Namespace) -> None:
     # Check before the download of a large model.
-    replaced_files(args.to, overwrite=args.overwrite)
+    check_empty(args.to, "--to")
     config = args.config
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
@@ -71,7 +72,6 @@ def main(args: argparse.Namespace) -> None:
             license=args.hub_license,
             has_tokenizer=tokenizer is not None,
         ),
-        overwrite=args.overwrite,
         documents=validation_documents(args.dataset_name, tokenizer) if is_rounded and tokenizer else None,
     )
     print(f"{args.to}: {report}")
@@ -87,7 +87,7 @@ def make_parser() -> RecipeParser:
         required=True,
         help="a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth",
     )
-    parser.add_argument("--to", required=True, help="a new or empty directory; see --overwrite")
+    parser.add_argument("--to", required=True, help="a new or empty directory")
     parser.add_argument("--format", choices=EXPORT_FORMATS, default="minimind", help="format of the new model")
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
@@ -102,7 +102,6 @@ def make_parser() -> RecipeParser:
     parser.add_argument(
         "--stage", help="for upstream: first part of the file name; by default the source's, or full_sft"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the files of the model that is in --to")
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
     parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")

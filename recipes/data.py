@@ -49,7 +49,6 @@ def main(args: argparse.Namespace) -> None:
         held_out=args.held_out,
         held_out_column=args.held_out_column,
         more_held_out=questions,
-        overwrite=args.overwrite,
     )
     print(f"{report}\nWrote {args.output}, and beside it the dropped records and the report.")
 
@@ -70,7 +69,6 @@ def make_parser() -> RecipeParser:
     rules = parser.add_argument_group("clean")
     default = CleaningRules()
     rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")
-    rules.add_argument("--overwrite", action="store_true", help="replace --output and the two files beside it")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
     rules.add_argument(
         "--held_out_tasks",

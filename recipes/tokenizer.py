@@ -8,13 +8,12 @@ bytes per token on the validation set. With more bytes per token, the same text 
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, check_output, written_whole
+from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, written_whole
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import save_tokenizer
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
@@ -51,9 +50,8 @@ ARGUMENTS = (TokenizerArguments,)
 
 
 def main(args: TokenizerArguments) -> None:
-    check_output(args.output_dir, "--output_dir")
+    check_empty(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
-    check_empty(output_dir, "--output_dir")
     if args.push_to_hub:
         # Create the repository before the training, so that a refusal costs no time.
         repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
@@ -68,9 +66,9 @@ def main(args: TokenizerArguments) -> None:
     tokenizer = load_or_train_tokenizer(
         None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
     )
-    with written_whole(
-        output_dir, lock=LOCK_NAME, replaces=partial(check_empty, output_dir, "--output_dir")
-    ) as scratch:
+    with written_whole(output_dir, lock=LOCK_NAME) as scratch:
+        # Another process may have written here since the first check.
+        check_empty(output_dir, "--output_dir")
         save_tokenizer(tokenizer, scratch)
     print(f"The tokenizer has {len(tokenizer)} entries and is in {output_dir}")
 

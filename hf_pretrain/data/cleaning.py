@@ -14,7 +14,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,32 +239,15 @@ def output_files(path: Path) -> tuple[Path, Path, Path]:
     return path, path.with_name(f"{path.name}.dropped"), path.with_name(f"{path.name}.report.json")
 
 
-def replaced_files(path: str | Path, *, overwrite: bool) -> list[Path]:
+def check_unused(output: str) -> None:
     """
-    Return the files that a cleaning with the output `path` replaces.
-
-    Raises:
-        `ValueError`: if there are some, without `overwrite`; if `path` is empty, a directory, or inside a checkpoint.
+    Raise `ValueError` if a file exists that a cleaning with this output writes; also if the output is empty, inside a
+    checkpoint, or not the name of a JSONL file.
     """
-    check_output(path, "--output")
-    existing = [file for file in output_files(Path(path)) if file.exists()]
-    for file in existing:
-        if not overwrite or file.is_dir():
-            raise UserError(f"{file} exists. Choose another --output, or replace a file with --overwrite.")
-    return existing
-
-
-def check_sources(sources: list[str], path: Path) -> None:
-    """
-    Raise `ValueError` if a cleaning with the output `path` would replace a source, or in the case of [`output_files`].
-    """
-    written = [file.resolve() for file in output_files(path)]
-    for source in sources:
-        if Path(source).resolve() in written:
-            raise UserError(
-                f"{source} is an input, but this command would replace it. Choose another --output, or leave this "
-                "input out."
-            )
+    check_output(output, "--output")
+    for file in output_files(Path(output)):
+        if file.exists():
+            raise UserError(f"{file} exists. Choose another --output, or delete this file.")
 
 
 def clean_data(
@@ -277,7 +259,6 @@ def clean_data(
     held_out: list[str] | None = None,
     held_out_column: str = "text",
     more_held_out: Iterable[str] = (),
-    overwrite: bool = False,
 ) -> CleaningReport:
     """
     Clean data: write the good records, the dropped ones, and the report with the rules.
@@ -288,17 +269,14 @@ def clean_data(
         rules ([`CleaningRules`]): the limits.
         text_column (`str`), held_out_column (`str`): keys of the text in the data and in the held-out data.
         more_held_out (`Iterable[str]`): further held-out texts.
-        overwrite (`bool`): replace the three files.
 
     Raises:
-        `ValueError`: if a name leads to no data, no record is good, or a file exists or is an input.
+        `ValueError`: if a name leads to no data, no record is good, or a file exists.
     """
-    find_replaced = partial(replaced_files, output, overwrite=overwrite)
     # Report a mistake before the work starts.
-    find_replaced()
+    check_unused(output)
     path, _, report_path = output_files(Path(output))
     sources, held_out_sources = list_sources(names), list_sources(held_out or [])
-    check_sources(sources + held_out_sources, path)
     texts = held_out_texts(read_records(held_out_sources, text_column=held_out_column))
     finder = OverlapFinder(itertools.chain(texts, more_held_out))
     if finder.short:
@@ -306,7 +284,9 @@ def clean_data(
             f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(finder.short):,}. "
             "The command drops only records that equal one of them."
         )
-    with written_whole(path.parent, lock=f".{path.name}.lock", replaces=find_replaced) as scratch:
+    with written_whole(path.parent, lock=f".{path.name}.lock") as scratch:
+        # Another process may have written them since the first check.
+        check_unused(output)
         report = write_cleaned(read_records(sources, text_column=text_column), scratch / path.name, rules, finder)
         content = {"sources": names, "rules": dataclasses.asdict(rules), **vars(report)}
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,13 +38,14 @@ def check_output(path: str | Path, flag: str) -> None:
             )
 
 
-def check_empty(directory: Path, flag: str) -> list[Path]:
-    """Raise `ValueError` for an output directory that holds files. Return the files to replace, which are none."""
+def check_empty(directory: str | Path, flag: str) -> None:
+    """Raise `ValueError` for an output directory that holds files, and in the cases of [`check_output`]."""
+    check_output(directory, flag)
+    directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{flag} {directory} is a file, not a directory. Choose another name.")
     if directory.exists() and not all(map(is_unfinished, directory.iterdir())):
         raise UserError(f"{flag} {directory} is not empty. Choose another directory, or remove this one.")
-    return []
 
 
 def is_unfinished(path: Path) -> bool:
@@ -105,21 +106,17 @@ def release_lock(path: Path) -> None:
 
 
 @contextmanager
-def written_whole(
-    directory: str | Path, *, lock: str | None = None, replaces: Callable[[], Iterable[Path]] = tuple
-) -> Iterator[Path]:
+def written_whole(directory: str | Path, *, lock: str | None = None) -> Iterator[Path]:
     """
     Yield an empty directory to write into, and move its files into `directory` when the block ends.
 
-    The files replace others of the same names. If the block fails, `directory` is as it was before. config.json leaves
-    first and arrives last, so a directory with a config is complete even if the process is killed.
+    The files replace others of the same names. If the block fails, `directory` is as it was before. config.json
+    arrives last, so a directory with a config is complete even if the process is killed.
 
     Args:
         directory (`str` or `Path`): is created if necessary.
         lock (`str`, *optional*): the name of a lock file in `directory`, which is held within the block. Without it,
             another process may write the same files meanwhile; one of them then wins.
-        replaces (`Callable`, *optional*): is called under the lock, and returns the files in `directory` to delete
-            before the new ones arrive.
 
     Raises:
         `ValueError`: if another process holds the lock.
@@ -137,11 +134,8 @@ def written_whole(
             # Killed processes left them under the same lock.
             for path in directory.glob(f"{prefix}*"):
                 shutil.rmtree(path, ignore_errors=True)
-        replaced = [*replaces()]
         scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
         yield scratch
-        for path in sorted(replaced, key=lambda path: path.name != CONFIG_NAME):
-            path.unlink()
         for path in sorted(scratch.iterdir(), key=lambda path: path.name == CONFIG_NAME):
             # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
             os.replace(path, directory / path.name)

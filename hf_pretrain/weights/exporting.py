@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,15 +17,15 @@ from huggingface_hub.constants import REPOCARD_NAME
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, logging
 
-from ..model.configuration_minimind import CODE_FILES, MiniMindConfig
+from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.names import split_hub_name
-from ..runtime.writing import LOCK_NAME, check_empty, check_output, is_unfinished, written_whole
+from ..runtime.writing import LOCK_NAME, check_empty, written_whole
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
 from .foreign_configs import write_stock_fields, write_upstream_fields
-from .gguf import FILE_NAME, check_gguf, read_gguf, write_gguf
+from .gguf import check_gguf, read_gguf, write_gguf
 from .importing import load_upstream
 from .layouts import LAYOUTS, describe_layout, is_rotated, stock_layout, to_half_split, unsupported_feature
 
@@ -38,37 +37,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
 # Our names of the stages, and the names in the file names of MiniMind's scripts.
 UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
-# The files that a model consists of, in any format.
-_MODEL_FILES = re.compile(
-    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
-    r"|merges\.txt|tokenizer\.model|chat_template\.jinja|README\.md|Modelfile"
-    r"|(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|"
-    + "|".join(map(re.escape, (FILE_NAME, *CODE_FILES)))
-)
-
-
-def replaced_files(directory: str | Path, *, overwrite: bool = False) -> list[Path]:
-    """
-    Return the files in `directory` that a new model replaces. Other files stay.
-
-    Raises:
-        `ValueError`: if `directory` is a file, empty as text or inside a checkpoint; without `overwrite`, if it is not
-            empty; with it, if it holds files but no model, or directories, which may be a run's checkpoints.
-    """
-    check_output(directory, "--to")
-    directory = Path(directory)
-    if not overwrite or not directory.is_dir():
-        return check_empty(directory, "--to")
-    entries = [path for path in directory.iterdir() if not is_unfinished(path)]
-    config = directory / CONFIG_NAME
-    # Other programs have a config.json, too.
-    is_model = (directory / FILE_NAME).is_file() or (config.is_file() and '"model_type"' in config.read_text("utf-8"))
-    if entries and (not is_model or any(path.is_dir() and not path.is_symlink() for path in entries)):
-        raise UserError(
-            f"--overwrite replaces the files of a model, and {directory} holds no model, or directories beside it. "
-            "Choose another directory, or delete this one."
-        )
-    return [path for path in entries if _MODEL_FILES.fullmatch(path.name)]
 
 
 def check_fits(config: MiniMindConfig, layout: str) -> None:
@@ -144,7 +112,6 @@ def export(
     model_name: str = "MiniMind",
     stage: str = "full_sft",
     card: Callable[[str], str] | None = None,
-    overwrite: bool = False,
     documents: list[list[int]] | None = None,
 ) -> ExportReport:
     """
@@ -163,7 +130,6 @@ def export(
         model_name (`str`, *optional*): the name of the model in a GGUF file.
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
         card (`Callable`, *optional*): returns the model card, given the report as text.
-        overwrite (`bool`, *optional*): replace the files of the model in `output_dir`; other files stay.
         documents (`list[list[int]]`, *optional*): token ids to measure the perplexity on, before and after.
 
     Returns:
@@ -179,8 +145,7 @@ def export(
     """
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
-    find_replaced = partial(replaced_files, output_dir, overwrite=overwrite)
-    find_replaced()
+    check_empty(output_dir, "--to")
     target = _check_target(model.config, format, dtype=dtype, generation=generation, tokenizer=tokenizer)
 
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
@@ -197,7 +162,9 @@ def export(
         for config in (converted.config, converted.generation_config):
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
-    with written_whole(output_dir, lock=LOCK_NAME, replaces=find_replaced) as aside:
+    with written_whole(output_dir, lock=LOCK_NAME) as aside:
+        # Another process may have written here since the first check.
+        check_empty(output_dir, "--to")
         if format == "gguf":
             options = {"model_name": model_name, "tensor_type": GGUF_TYPES[dtype]}
             written = read_gguf(write_gguf(converted, aside, tokenizer=tokenizer, **options), model.config)

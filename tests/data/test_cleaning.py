@@ -16,7 +16,6 @@ from hf_pretrain.data.cleaning import (
     CleaningRules,
     DuplicateFinder,
     OverlapFinder,
-    check_sources,
     clean_records,
     find_flaw,
     held_out_texts,
@@ -199,11 +198,8 @@ def test_nothing_is_written_if_nothing_is_kept(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_cleaning_that_fails_leaves_earlier_files_alone(tmp_path, monkeypatch):
+def test_a_cleaning_that_fails_leaves_no_files(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", sentences(2))
-    earlier = [tmp_path / f"b.jsonl{suffix}" for suffix in ("", ".dropped", ".report.json")]
-    for path in earlier:
-        path.write_text("earlier")
 
     def fail(*args):
         yield from clean_records(*args)
@@ -211,24 +207,8 @@ def test_a_cleaning_that_fails_leaves_earlier_files_alone(tmp_path, monkeypatch)
 
     monkeypatch.setattr("hf_pretrain.data.cleaning.clean_records", fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        run_command("clean", source, "--output", str(earlier[0]), "--overwrite")
-    assert [path.read_text() for path in earlier] == ["earlier"] * 3
-    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", *(path.name for path in earlier)}
-
-
-def test_a_cleaning_does_not_read_its_own_files(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", [*sentences(3), "short"])
-    output = tmp_path / "b.jsonl"
-    # In the first call, the directory of the data has no such file.
-    run_command("clean", str(tmp_path), "--output", str(output))
-    assert len(output.read_text().splitlines()) == 3
-    source, report = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.report.json")
-    for written in (str(output), str(tmp_path / "b.jsonl.dropped"), report):
-        with pytest.raises(ValueError, match=f"{written} is an input, but this command would replace it"):
-            check_sources([source, written], output)
-    # A run would read JSONL as a table.
-    with pytest.raises(ValueError, match=r"c.csv: the command writes JSONL, so end the name in .jsonl"):
-        check_sources([source], tmp_path / "c.csv")
+        run_command("clean", source, "--output", str(tmp_path / "b.jsonl"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_a_sample_is_even_and_counts_are_whole():
@@ -282,7 +262,8 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_command(*words)
     assert "b.jsonl exists" in capsys.readouterr().err
-    run_command(*words, "--overwrite", "--held_out", write_jsonl(tmp_path / "held_out.jsonl", [sentences(2)[1], "ab"]))
+    words[-1] = str(tmp_path / "c.jsonl")
+    run_command(*words, "--held_out", write_jsonl(tmp_path / "held_out.jsonl", [sentences(2)[1], "ab"]))
     assert "Held-out texts with less than 60 characters: 1." in (printed := capsys.readouterr().out)
     assert "1  in the held-out data" in printed
     run_command("inspect", source, "--show", "2")
@@ -295,7 +276,8 @@ def test_the_command(tmp_path, capsys):
     [
         (["inspect", "--max_length", "0"], "--max_length 0 must be at least 2"),
         (["clean", "--near_duplicates", "-1"], "--near_duplicates -1.0 must lie between"),
-        (["clean", "--output", "a.jsonl", "--overwrite"], "a.jsonl is an input"),
+        (["clean", "--output", "a.jsonl"], "a.jsonl exists"),
+        (["clean", "--output", "c.csv"], "c.csv: the command writes JSONL, so end the name in .jsonl"),
         (["clean", "--held_out", "a.jsonl", "--held_out_column", "question"], "a.jsonl:1 cannot be read"),
         (["clean", "--min_chars", "10000"], "No record is left, so"),
         (["clean", "--output", ""], "--output is empty"),

@@ -316,18 +316,12 @@ def test_no_file_is_mapped_when_it_gets_its_name(format, build_model, tmp_path, 
 
 @needs_posix
 @pytest.mark.parametrize("format", ["llama", "gguf", "upstream"])
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_full_disk_leaves_nothing_and_the_retry_works(format, is_there, build_model, tmp_path):
-    """With --overwrite, the earlier content of the directory stays."""
+def test_a_full_disk_leaves_nothing_and_the_retry_works(format, build_model, tmp_path):
     out, model = tmp_path / "out", build_model()
-    if is_there:
-        export(model, out, format)
-    before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with limited_file_size(4096), pytest.raises(OSError, match=f"{out} could not be written, and nothing was kept"):
-        export(model, out, format, overwrite=True)
-    assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert out.exists() == is_there
-    export(model, out, format, overwrite=is_there)
+        export(model, out, format)
+    assert not out.exists()
+    export(model, out, format)
     assert not list(out.glob(".*"))
 
 
@@ -341,25 +335,6 @@ def test_a_failed_export_leaves_nothing(build_model, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["b"]
 
 
-def test_only_a_model_is_replaced(build_model, tmp_path):
-    others = {"thesis.tex": "one", "train.jsonl": "two", "notes.json": "three"}
-    export(build_model(), tmp_path / "out", "gguf")
-    for name, text in others.items():
-        (tmp_path / "out" / name).write_text(text)
-    for format, fields in (("upstream", {}), ("minimind", {}), ("qwen3", {"qk_norm": True})):
-        export(build_model(**fields), tmp_path / "out", format, overwrite=True)
-    assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "qwen3"
-    # The model of each format is gone, and nothing else. MiniMind's file may be one of several stages.
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "full_sft_32.pth", *others}
-    assert {name: (tmp_path / "out" / name).read_text() for name in others} == others
-    # Other programs have a config.json, too.
-    (tmp_path / "program").mkdir()
-    (tmp_path / "program/config.json").write_text('{"theme": "dark"}')
-    with pytest.raises(ValueError, match="holds no model"):
-        export(build_model(), tmp_path / "program", "llama", overwrite=True)
-
-
 @pytest.mark.parametrize(
     "source, overrides, expected",
     [
@@ -370,10 +345,7 @@ def test_only_a_model_is_replaced(build_model, tmp_path):
 )
 def test_upstream_files_have_the_names_that_its_scripts_look_for(source, overrides, expected, build_model, tmp_path):
     export(build_model(**overrides), tmp_path / "out", "upstream", stage=upstream_stage(source))
-    # MiniMind keeps the weights of all stages in one directory.
-    (tmp_path / "out/epoch_3.pth").write_bytes(b"another stage")
-    export(build_model(**overrides), tmp_path / "out", "upstream", stage=upstream_stage(source), overwrite=True)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {expected, "config.json", "epoch_3.pth"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {expected, "config.json"}
 
 
 TEXT = "The river 河流 walks, 12345 steps <|im_start|>user\n你好  world<|im_end|><think>'s"
