@@ -20,8 +20,6 @@ logger = logging.get_logger(__name__)
 
 # Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-# The oldest driver of NVIDIA that runs each major version of CUDA, from its release notes.
-_OLDEST_DRIVERS = {"12": 525, "13": 580}
 # The heap grows by this many bytes at once. Pages that are never touched take no memory.
 _TOP_PAD_BYTES = 256 << 20
 
@@ -48,24 +46,13 @@ def find_unused_gpu() -> str | None:
         return None
     words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     listed = subprocess.run(words, capture_output=True, text=True)
-    found = re.match(r"(.+), ((\d+)[.\d]*)", listed.stdout)
+    found = re.match(r"(.+), ([.\d]+)", listed.stdout)
     if listed.returncode != 0 or found is None:
         return None
-    # Without CUDA in torch, ask for a driver that runs the newest one.
-    cuda = torch.version.cuda or "13.0"
-    oldest = _OLDEST_DRIVERS.get(cuda.partition(".")[0], 0)
-    if int(found[3]) < oldest:
-        advice = f"Update the driver to {oldest} or newer"
-    elif torch.version.cuda is None:
-        version = torch.__version__.partition("+")[0]
-        index = "https://download.pytorch.org/whl/cu130"
-        advice = f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
-    else:
-        advice = "Run `python -c 'import torch; torch.cuda.init()'` to see why"
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
-        f"use it. {advice}."
+        "use it. Update the driver, or install a torch that fits it (https://pytorch.org/get-started/locally)."
     )
 
 

@@ -14,9 +14,6 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
 
 
-CPU_BUILD = "pip install --force-reinstall torch=="
-
-
 @pytest.mark.parametrize(("macos", "expected"), [((13, 6), False), ((14, 0), True), ((26, 1), True)], ids=str)
 def test_apple_gpus_have_bfloat16_from_macos_14_on(monkeypatch, macos, expected):
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos >= (major, minor))
@@ -39,21 +36,12 @@ def nvidia_smi(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
-@pytest.mark.parametrize(
-    "driver, cuda, advice",
-    [
-        ("580.65.06", None, CPU_BUILD),
-        ("535.183.01", "13.0", "Update the driver to 580 or newer."),
-        ("470.57.02", "12.6", "Update the driver to 525 or newer."),
-        ("470.57.02", None, "Update the driver to 580 or newer."),
-        ("580.65.06", "13.0", "to see why"),
-    ],
-)
-def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_path, driver, cuda, advice):
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_path, cuda):
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    nvidia_smi(f"NVIDIA A100-SXM4-80GB, {driver}")
+    nvidia_smi("NVIDIA A100-SXM4-80GB, 470.57.02")
     found = find_unused_gpu()
-    assert advice in found and f"NVIDIA A100-SXM4-80GB with driver {driver}" in found
+    assert "Update the driver, or install" in found and "NVIDIA A100-SXM4-80GB with driver 470.57.02" in found
     assert f"built {f'for CUDA {cuda}' if cuda else 'without CUDA'}" in found
     with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
         LMTrainingArguments(output_dir=str(tmp_path))
@@ -65,7 +53,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_pat
 def test_chatting_asks_before_it_takes_the_cpu(nvidia_smi, recipe, flag):
     nvidia_smi("NVIDIA A100-SXM4-80GB, 470.57.02")
     main, parser = operator.itemgetter("main", "make_parser")(runpy.run_path(str(ROOT / f"recipes/{recipe}.py")))
-    with pytest.raises(UserError, match=f"Update the driver .* pass {flag}"):
+    with pytest.raises(UserError, match=f"Update the driver, .* pass {flag}"):
         main(parser().parse_args([]))
 
 
