@@ -144,20 +144,21 @@ def wait_for(device: torch.device) -> None:
 
 
 class TrainerProgram:
-    """Program that runs some steps of `Trainer.train()` per call, and counts useful tokens in the collator."""
+    """Program that runs some steps of `Trainer.train()` per call, and counts the useful tokens of their batches."""
 
     def __init__(self, trainer: Trainer, pad_token_id: int):
         self.trainer, self.clock = trainer, Clock()
-        self.num_tokens: list[int] = []
+        # On the device: to read them in a step would wait for it. On GPUs, the collator runs in other processes.
+        self.num_tokens: list[torch.Tensor] = []
         trainer.add_callback(self.clock)
-        collate = trainer.data_collator
+        get_batches = trainer.get_batch_samples
 
-        def counting(features):
-            batch = collate(features)
-            self.num_tokens.append(int((batch["input_ids"] != pad_token_id).sum()))
-            return batch
+        def counting(*args, **kwargs):
+            batches, num_items = get_batches(*args, **kwargs)
+            self.num_tokens += [(batch["input_ids"] != pad_token_id).sum() for batch in batches]
+            return batches, num_items
 
-        trainer.data_collator = counting
+        trainer.get_batch_samples = counting
 
     def __call__(self, num_steps: int) -> Steps:
         self.num_tokens.clear()
@@ -166,7 +167,8 @@ class TrainerProgram:
         # Measure between the ends of two steps, which excludes the start and the end of `train()`.
         times = self.clock.times[NUM_WARMUP_STEPS - 1 :]
         seconds = [end - start for start, end in zip(times, times[1:], strict=False)]
-        return list(zip(seconds, self.num_tokens[NUM_WARMUP_STEPS:], strict=False))
+        # One batch per step.
+        return list(zip(seconds, map(int, self.num_tokens[NUM_WARMUP_STEPS:]), strict=False))
 
 
 def _model(setting: Setting) -> MiniMindForCausalLM:

@@ -64,6 +64,13 @@ def test_no_program_is_faster_than_the_limit(tmp_path, monkeypatch):
     assert max(row["share_of_limit"] for row in found["programs"].values()) == pytest.approx(1.0)
 
 
+def test_tokens_are_counted_where_other_processes_collate(tmp_path):
+    setting = make_setting(tmp_path)
+    found = [programs.ours(setting, dataloader_num_workers=number)(3) for number in (0, 1)]
+    alone, with_worker = ([tokens for _, tokens in steps] for steps in found)
+    assert with_worker == alone and len(alone) == 3 and min(alone) > 32
+
+
 def test_the_profile_divides_a_step_into_its_parts(tmp_path):
     shares = profile_step.profile_step(make_setting(tmp_path, bf16=True), steps=1)
     assert sum(shares.values()) == pytest.approx(1)
