@@ -1,11 +1,14 @@
 """
-Convert MiniMind weights of any generation into one of seven formats, and merge adapters into their base models.
+Convert MiniMind weights of any generation into one of seven formats, merge adapters into their base models, and read
+and write MiniMind's LoRA files.
 
     hf-pretrain convert --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
     hf-pretrain convert --from jingyaogong/MiniMind2 --to out/minimind2
     hf-pretrain convert --from owner/name:full_sft_512.pth --config num_attention_heads=8 --to out/mine
     hf-pretrain convert --from out/pretrain --to out/llama --format llama --dtype bfloat16
     hf-pretrain convert --from out/adapter --to out/merged
+    hf-pretrain convert --from lora_identity_768.pth --base out/minimind3 --to out/merged
+    hf-pretrain convert --from out/adapter --to out/lora --format lora --stage lora_identity
     hf-pretrain convert --from out/pretrain --to out/gguf --format gguf --dtype q8_0
     hf-pretrain convert --from out/pretrain --to out/upstream --format upstream --generation v2
     hf-pretrain convert --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
@@ -27,12 +30,11 @@ from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
-from hf_pretrain.weights.adapters import adapter_base, merge_adapter
 from hf_pretrain.weights.comparing import validation_documents
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
-from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.models import parse_fields
+from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
 
 
 def main(args: argparse.Namespace) -> None:
@@ -43,10 +45,13 @@ def main(args: argparse.Namespace) -> None:
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     announce("reading the weights")
-    is_adapter = adapter_base(args.source) is not None
-    model = merge_adapter(args.source) if is_adapter else load_upstream(args.source, config=config)
+    if args.format == "lora":
+        options = {"name": args.stage or "lora", "dtype": args.dtype or "float32"}
+        print(f"{args.to}: {write_upstream_lora(args.source, args.to, **options)}")
+        return
+    model = load_merged(args.source, base=args.base, config=config)
     # If there is no tokenizer beside the weights, the export warns.
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.source)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.base or args.source)
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
@@ -88,7 +93,13 @@ def make_parser() -> RecipeParser:
         help="a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth",
     )
     parser.add_argument("--to", required=True, help="a new or empty directory")
-    parser.add_argument("--format", choices=EXPORT_FORMATS, default="minimind", help="format of the new model")
+    parser.add_argument(
+        "--format",
+        choices=(*EXPORT_FORMATS, "lora"),
+        default="minimind",
+        help="format of the new model; lora: an adapter as a LoRA file of MiniMind",
+    )
+    parser.add_argument("--base", help="the base model, if --from is a LoRA file of MiniMind")
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
@@ -100,7 +111,8 @@ def make_parser() -> RecipeParser:
     )
     parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default the source's")
     parser.add_argument(
-        "--stage", help="for upstream: first part of the file name; by default the source's, or full_sft"
+        "--stage",
+        help="for upstream and lora: first part of the file name; by default the source's, or full_sft; lora",
     )
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
     parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")

@@ -163,6 +163,8 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
     """
     if "tok_embeddings.weight" in tensors:
         return "v1"
+    if all(".lora." in name for name in tensors):
+        raise UserError(f"{path} holds a LoRA of MiniMind: convert it with --base and the model that it adapts.")
     if "model.embed_tokens.weight" not in tensors:
         raise UserError(
             f"{path}: no generation of MiniMind has these names: {', '.join(list(tensors)[:4])}... (v1 has "

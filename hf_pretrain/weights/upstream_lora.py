@@ -1,0 +1,120 @@
+"""
+LoRA files of MiniMind (`lora_identity_768.pth`): merge them into a base model, and write them from peft adapters.
+
+MiniMind adapts every square projection with rank 16, and adds `B(A(x))` without a factor. Its file holds the matrices
+`A` `(rank, hidden_size)` and `B` `(hidden_size, rank)` of each projection, in the layout of its weights.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
+from ..runtime.writing import LOCK_NAME, written_whole
+from .adapters import adapter_base, load_adapter, merge_adapter
+from .comparing import ExportReport, compare
+from .exporting import DTYPES, default_generation, upstream_file_name
+from .importing import load_upstream
+from .layouts import LAYOUTS
+from .weight_files import read_tensors, resolve
+
+
+RANK = 16
+
+
+def load_merged(
+    source: str, *, base: str | None = None, config: Mapping[str, Any] | str | None = None
+) -> MiniMindForCausalLM:
+    """Return the model at `source`: weights, an adapter, or a LoRA file of MiniMind for `base`."""
+    if base is not None:
+        return merge_upstream_lora(load_upstream(base, config=config), source).eval()
+    return merge_adapter(source) if adapter_base(source) is not None else load_upstream(source, config=config)
+
+
+def merge_upstream_lora(base: MiniMindForCausalLM, path: str | Path) -> MiniMindForCausalLM:
+    """
+    Add a LoRA file of MiniMind to the weights of a model, in place and in float32.
+
+    Raises:
+        `UserError`: for tensors that do not belong to a LoRA of this model.
+    """
+    tensors = read_tensors(resolve(path))
+    # The query and key rows follow the generation that the names belong to, whatever the base came from.
+    layout = LAYOUTS["v1" if any(name.startswith("layers.") for name in tensors) else "v3"]
+    weights = {layout.name(name): (name, weight) for name, weight in base.float().state_dict().items()}
+    for name in [name for name in tensors if name.endswith(".lora.A.weight")]:
+        stem = name.removesuffix(".lora.A.weight")
+        a, b = tensors.pop(name).float(), tensors.pop(f"{stem}.lora.B.weight", torch.empty(0, 0)).float()
+        ours, weight = weights.get(f"{stem}.weight", ("", torch.empty(0)))
+        if b.shape[1] != len(a) or (len(b), a.shape[1]) != weight.shape:
+            raise UserError(
+                f"{path}: {stem} adapts a matrix {len(b)} x {a.shape[1]}, and the base has {tuple(weight.shape)}. "
+                "Name the base model that the LoRA was trained on."
+            )
+        weight += layout.join(ours, [b @ a], base.config)
+    if tensors:
+        raise UserError(f"{path} is no LoRA file of MiniMind: it holds {', '.join(list(tensors)[:3])}.")
+    return base
+
+
+def write_upstream_lora(
+    adapter: str | Path, directory: str | Path, *, name: str = "lora", dtype: str = "float32"
+) -> ExportReport:
+    """
+    Write an adapter of peft as a LoRA file of MiniMind, read it back, and compare the logits.
+
+    Args:
+        adapter (`str` or `Path`): directory or Hub id of the adapter.
+        directory (`str` or `Path`): a new or empty directory.
+        name (`str`): first part of the file's name, such as `lora_identity`.
+        dtype (`str`): dtype of the file.
+
+    Raises:
+        `UserError`: if `adapter` is no adapter, or not of MiniMind's form.
+    """
+    base = adapter_base(adapter)
+    if base is None or dtype not in DTYPES:
+        raise UserError(f"--format lora writes an adapter of peft in {', '.join(DTYPES)}, not {adapter} in {dtype}.")
+    adapted = load_adapter(load_upstream(base, dtype=torch.float32), adapter, is_trainable=False)
+    config = adapted.get_base_model().config
+    tensors = _to_upstream(adapted, str(adapter))
+    with written_whole(directory, lock=LOCK_NAME) as aside:
+        file = aside / upstream_file_name(config, name)
+        torch.save({name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}, file)
+        merged = merge_upstream_lora(load_upstream(base), file).eval()
+        return compare(adapted.merge_and_unload().eval(), merged, "MiniMind's LoRA", dtype)
+
+
+def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Return MiniMind's tensors of an adapter. Projections that it leaves out get zeros, because MiniMind has them."""
+    from peft.tuners.lora import LoraLayer
+
+    model = adapted.get_base_model()
+    layout = LAYOUTS[default_generation(model.config)]
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    with torch.device("meta"):
+        linear = {n: m for n, m in MiniMindForCausalLM(model.config).named_modules() if isinstance(m, nn.Linear)}
+    tensors = {}
+    for path in (path for path, module in linear.items() if module.in_features == module.out_features):
+        width = linear[path].in_features
+        a, b = torch.zeros(0, width), torch.zeros(width, 0)
+        if path in parts:
+            part = parts.pop(path)
+            a, b = part.lora_A["default"].weight, part.lora_B["default"].weight * part.scaling["default"]
+        missing = RANK - len(a)
+        if missing < 0 or adapted.peft_config["default"].use_dora:
+            raise UserError(f"{name}: MiniMind's LoRA has the rank {RANK}, and no DoRA. Merge the adapter instead.")
+        a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+        ((theirs, b),) = layout.split(f"{path}.weight", b.detach(), model.config)
+        stem = theirs.removesuffix("weight")
+        tensors |= {f"{stem}lora.A.weight": a.detach(), f"{stem}lora.B.weight": b}
+    if parts:
+        raise UserError(
+            f"{name} adapts {', '.join(sorted({path.rpartition('.')[2] for path in parts}))}, MiniMind's LoRA only "
+            "square projections: train with --lora_target_modules q_proj o_proj, or merge the adapter."
+        )
+    return tensors

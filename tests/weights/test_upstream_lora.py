@@ -1,0 +1,118 @@
+"""MiniMind's LoRA files, against its formula on transformers' own models, and against peft."""
+
+import runpy
+
+import pytest
+import torch
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.weights.adapters import merge_adapter
+from hf_pretrain.weights.exporting import stock_layout, to_state_dict, to_stock_model
+from hf_pretrain.weights.importing import load_upstream
+from hf_pretrain.weights.upstream_lora import load_merged, merge_upstream_lora, write_upstream_lora
+from tests.weights.test_adapters import adapt
+
+
+SQUARE = ("q_proj", "o_proj")
+
+
+@pytest.fixture
+def base_of(build_model, tmp_path):
+    """Return a function that saves a toy model of a generation, and loads it from its directory."""
+
+    def build(generation: str) -> MiniMindForCausalLM:
+        fields = {"qk_norm": generation == "v3", "upstream_generation": generation, "initializer_range": 0.1}
+        build_model(**fields).save_pretrained(tmp_path / "base")
+        return MiniMindForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+
+    return build
+
+
+def save_lora(
+    path, num_layers: int, width: int, stem: str = "model.layers.{}.self_attn.{}"
+) -> dict[str, torch.Tensor]:
+    """Save a random LoRA with the names and shapes that MiniMind's `save_lora` writes."""
+    generator = torch.Generator().manual_seed(2)
+    tensors = {}
+    for layer in range(num_layers):
+        for projection in SQUARE:
+            name = stem.format(layer, projection)
+            tensors[f"{name}.lora.A.weight"] = torch.randn(16, width, generator=generator) * 0.1
+            tensors[f"{name}.lora.B.weight"] = torch.randn(width, 16, generator=generator) * 0.1
+    torch.save(tensors, path)
+    return tensors
+
+
+@pytest.mark.parametrize("generation", ["v2", "v3"])
+def test_a_file_merges_into_what_minimind_computes(base_of, input_ids, tmp_path, generation):
+    """Llama's and Qwen3's layers have MiniMind's layout of rows. MiniMind adds `B(A(x))` to a layer."""
+    base = base_of(generation)
+    stock = to_stock_model(base, stock_layout(base.config)).float()
+    tensors = save_lora(tmp_path / "lora_x.pth", base.config.num_hidden_layers, base.config.hidden_size)
+    for name, module in stock.named_modules():
+        if name.endswith(SQUARE):
+            a, b = (tensors[f"{name}.lora.{letter}.weight"] for letter in "AB")
+            module.register_forward_hook(lambda module, args, output, a=a, b=b: output + args[0] @ a.T @ b.T)
+    plain, merged = base(input_ids).logits, load_merged(str(tmp_path / "lora_x.pth"), base=str(tmp_path / "base"))
+    torch.testing.assert_close(merged(input_ids).logits, stock(input_ids).logits, rtol=0, atol=2e-5)
+    assert (merged(input_ids).logits - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2", "v3"])
+def test_an_adapter_is_written_and_merges_to_the_same_model(
+    base_of, input_ids, tmp_path, generation, monkeypatch, capsys
+):
+    adapt(base_of(generation), lora_target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+    arguments = ["--from", str(tmp_path / "adapter"), "--to", str(tmp_path / "out"), "--format", "lora"]
+    monkeypatch.setattr("sys.argv", ["convert.py", *arguments, "--stage", "lora_x"])
+    runpy.run_path("recipes/convert.py", run_name="__main__")
+    assert "largest logit difference" in capsys.readouterr().out
+    base = load_upstream(tmp_path / "base")
+    file = tmp_path / f"out/lora_x_{base.config.hidden_size}.pth"
+    tensors = torch.load(file)
+    # MiniMind loads the file strictly: all square projections, with rank 16.
+    square = [
+        name for name, weight in to_state_dict(base, generation).items()
+        if weight.dim() == 2 and len(weight) == weight.shape[1]
+    ]  # fmt: skip
+    stems = [name.removesuffix("weight") for name in square]
+    assert tensors.keys() == {f"{stem}lora.{letter}.weight" for stem in stems for letter in "AB"} and square
+    assert all(tensor.shape in ((16, 32), (32, 16)) for tensor in tensors.values())
+    monkeypatch.setattr(
+        "sys.argv",
+        ["convert.py", "--from", str(file), "--base", str(tmp_path / "base"), "--to", str(tmp_path / "merged")],
+    )
+    runpy.run_path("recipes/convert.py", run_name="__main__")
+    logits = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids).logits
+    torch.testing.assert_close(logits, merge_adapter(tmp_path / "adapter")(input_ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "stem", "message"),
+    [
+        (48, "model.layers.{}.self_attn.{}", "adapts a matrix 48 x 48, and the base has .32, 32."),
+        (32, "model.layers.7{}.self_attn.{}", "model.layers.70.self_attn.q_proj adapts a matrix"),
+    ],
+)
+def test_files_of_another_model_are_refused(base_of, tmp_path, width, stem, message):
+    save_lora(tmp_path / "lora_x.pth", 1, width, stem)
+    with pytest.raises(UserError, match=message):
+        merge_upstream_lora(base_of("v3"), tmp_path / "lora_x.pth")
+    with pytest.raises(UserError, match="convert it with --base"):
+        load_upstream(tmp_path / "lora_x.pth")
+    with pytest.raises(UserError, match="is no LoRA file"):
+        merge_upstream_lora(base_of("v3"), tmp_path / "base/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lora_target_modules": ["q_proj", "up_proj"]}, "adapts up_proj"),
+        ({"lora_target_modules": ["q_proj"], "use_dora": True}, "no DoRA"),
+    ],
+)
+def test_adapters_that_minimind_lacks_are_refused(base_of, tmp_path, arguments, message):
+    adapt(base_of("v3"), **arguments).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match=message):
+        write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
