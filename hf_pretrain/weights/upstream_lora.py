@@ -98,7 +98,7 @@ def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:
     parts = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
     with torch.device("meta"):
         linear = {n: m for n, m in MiniMindForCausalLM(model.config).named_modules() if isinstance(m, nn.Linear)}
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in (path for path, module in linear.items() if module.in_features == module.out_features):
         width = linear[path].in_features
         a, b = torch.zeros(0, width), torch.zeros(width, 0)
