@@ -175,8 +175,12 @@ class ChatArguments(DataArguments):
         default=None,
         metadata={"help": "Variable of the chat template; false puts an empty <think> block in front of each answer."},
     )
-    train_on_inputs: bool = field(
-        default=False, metadata={"help": "Train on system, user and tool messages too, not only on the assistant's."}
+    train_on: str = field(
+        default="assistant",
+        metadata={
+            "help": "Tokens of the loss: all answers (assistant), those after the user's last message (last_turn), or all.",
+            "choices": ("assistant", "last_turn", "all"),
+        },
     )
     span_weights: str = field(
         default="",
@@ -206,4 +210,4 @@ class ChatArguments(DataArguments):
             return None
         # Unset differs from false: the template then uses its own default.
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
-        return ConversationEncoder(self.train_on_inputs, parse_span_weights(self.span_weights), kwargs)
+        return ConversationEncoder(self.train_on, parse_span_weights(self.span_weights), kwargs)

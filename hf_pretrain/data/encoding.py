@@ -18,11 +18,11 @@ class ConversationEncoder:
     """
     Encoder of conversations that uses the chat template of a tokenizer.
 
-    The template's `{% generation %}` marks enclose the text that the assistant writes and its stop token. Training
-    uses only these tokens, unless `train_on_inputs` is set.
+    The template's `{% generation %}` marks enclose the text that the assistant writes and its stop token.
 
     Args:
-        train_on_inputs (`bool`, defaults to `False`): train on all other tokens too.
+        train_on (`str`, defaults to `"assistant"`): train on these tokens only; with `last_turn`, only on the ones
+            after the last answered message of the user; with `all`, on all tokens.
         span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 of trained tokens. `<think>` sets
             the weight of the opening and closing marks, `think` the weight of the tokens between them. Any mark that
             is one token works. Later pairs override earlier ones.
@@ -30,7 +30,7 @@ class ConversationEncoder:
             conversation's own values override them.
     """
 
-    train_on_inputs: bool = False
+    train_on: str = "assistant"
     span_weights: tuple[tuple[str, float], ...] = ()
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
 
@@ -59,7 +59,7 @@ class ConversationEncoder:
             ids, is_generated = encode_conversation(
                 tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
             )
-            answer_weights = _weigh_answers(np.array(is_generated), conversation.get("weights"))
+            answer_weights = _weigh_answers(np.array(is_generated), self._answer_weights(conversation))
             weights = (answer_weights * self._weigh(np.array(ids), np.array(is_generated), tokenizer))[:max_length]
             # Without a trained token, for example because it is cut off before its first answer, nothing is left.
             end = max_length if weights[1:].any() else 0
@@ -67,6 +67,17 @@ class ConversationEncoder:
             encoded["loss_mask"].append(weights[:end])
             encoded["num_tokens_cut"].append(max(len(ids) - max_length, 0) if end else 0)
         return encoded
+
+    def _answer_weights(self, conversation: dict[str, Any]) -> list[float] | None:
+        """Return a loss weight for each message of the assistant; `None` if all are 1."""
+        weights = conversation.get("weights")
+        if self.train_on != "last_turn":
+            return weights
+        roles = [message["role"] for message in conversation["messages"]]
+        answers = [place for place, role in enumerate(roles) if role == "assistant"]
+        turn = max((place for place, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
+        pairs = zip(answers, weights or [1.0] * len(answers), strict=True)
+        return [weight if place > turn else 0.0 for place, weight in pairs]
 
     def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
         """Return the weights of `ids`; all arrays are of shape `(num_tokens,)`."""
@@ -79,7 +90,7 @@ class ConversationEncoder:
             inside = np.cumsum(opening) - np.cumsum(closing) > 0
             weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
         # Tokens that the assistant does not generate get weight 0, even within a span.
-        return weights if self.train_on_inputs else weights * is_generated
+        return weights if self.train_on == "all" else weights * is_generated
 
     @staticmethod
     def _mark_id(tokenizer: PreTrainedTokenizerFast, mark: str) -> int:

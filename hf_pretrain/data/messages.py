@@ -122,7 +122,7 @@ def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
 
 
 def _translate(message: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of ShareGPT, and other names of the thought."""
+    """Translate the fields of ShareGPT, and other names of the thought and the loss weight."""
     message = dict(message)
     if "from" in message:
         name = message.pop("from")
@@ -135,6 +135,8 @@ def _translate(message: dict[str, Any]) -> dict[str, Any]:
         if name == "function_call":
             calls = parsed_as(message.pop("content", ""), name, (dict, list))
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    if "weight" not in message and "loss" in message:
+        message["weight"] = message.pop("loss")
     for name in ("reasoning", "thinking"):
         thought = message.pop(name, None)
         if thought and not message.get("reasoning_content"):

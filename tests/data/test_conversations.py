@@ -313,14 +313,16 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
     weight = float(value)
     for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
         mark_template(tokens)
-        for all_tokens in (False, True):
-            encoder = ConversationEncoder(train_on_inputs=all_tokens)
+        for train_on in ("assistant", "all"):
+            encoder = ConversationEncoder(train_on)
             ids, weights, _ = encoder([texts[0], plain], tokens, max_length=100).values()
             assert ids[0] == ids[1]
             _, is_generated = encode_conversation(tokens, [USER, first])
             expected = weights[1].copy()
             expected[: len(is_generated)][is_generated] = weight
             assert weights[0].tolist() == expected.tolist()
+    # Other programs name the weight `loss`.
+    assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == texts[0]
     twice = copy.deepcopy(tokenizer)
     twice.chat_template = twice.chat_template.replace("content.lstrip()", "content.lstrip()", 1).replace(
         "{%- generation -%}", "{%- generation -%}{{- 'Now' -}}{%- endgeneration -%}{{- ': ' -}}{%- generation -%}"
@@ -342,7 +344,7 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
         ({"prompt": "2+2?", "completion": ""}, "an answer of the assistant is empty"),
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
-        ({"messages": [USER, {**ANSWER, "loss": False}]}, "has the field 'loss', which cannot be trained"),
+        ({"messages": [USER, {**ANSWER, "loss": 1, "weight": 0}]}, "has the field 'loss', which cannot be trained"),
         ({"messages": [USER, ANSWER], "functions": [ADD]}, "'functions' is an older form of 'tools'"),
         ({"messages": [{**USER, "weight": 2}, ANSWER]}, "message of the user has a 'weight'"),
         ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "message of the user has the field 'images'"),
@@ -491,6 +493,22 @@ def test_bad_conversations_are_rejected_and_files_are_read(tmp_path):
         load_documents([str(tmp_path / "plain.txt")], schema="conversation")
 
 
+def test_train_on_the_last_turn(tokenizer):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
+    tail = [call, {"role": "tool", "content": "4"}, ANSWER]
+    before = [USER, {**ANSWER, "content": "five"}, USER]
+    # The last message of the user has no answer, so the turn before it counts.
+    text = read_conversation({"messages": [*before, *tail, USER]})
+    (ids,), (weights,), _ = ConversationEncoder("last_turn")([text], tokenizer, max_length=200).values()
+    trained = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight])
+    assert "<tool_call>" in trained and trained.count("<|im_end|>") == 2 and "five" not in trained
+    (_,), (whole,), _ = ConversationEncoder()([text], tokenizer, max_length=200).values()
+    assert (weights[weights > 0] == whole[weights > 0]).all() and weights.sum() < whole.sum()
+    # Weights of messages hold as well.
+    text = read_conversation({"messages": [*before, {**ANSWER, "weight": 0}]})
+    assert ConversationEncoder("last_turn")([text], tokenizer, max_length=200)["input_ids"] == [[]]
+
+
 def test_span_weights(tokenizer):
     text = read_conversation({"messages": [USER, {**ANSWER, "reasoning_content": "two and two"}]})
     encoder = ConversationEncoder(span_weights=parse_span_weights("think=0.5, <think>=10"))
@@ -500,7 +518,7 @@ def test_span_weights(tokenizer):
     assert weights[start] == weights[end] == 10
     assert set(weights[start + 1 : end]) == {0.5} and set(weights[:start]) == {0}
     assert weights[end + 1 : -1].tolist() == [1] * (len(ids) - end - 2)
-    (_,), (weights,), _ = ConversationEncoder(train_on_inputs=True)([text], tokenizer, max_length=100).values()
+    (_,), (weights,), _ = ConversationEncoder("all")([text], tokenizer, max_length=100).values()
     assert set(weights) == {1}
     with pytest.raises(ValueError, match="<answer> is not one token"):
         ConversationEncoder(span_weights=parse_span_weights("<answer>=2"))([text], tokenizer, max_length=100)
