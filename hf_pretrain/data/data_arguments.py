@@ -178,7 +178,7 @@ class ChatArguments(DataArguments):
     train_on: str = field(
         default="assistant",
         metadata={
-            "help": "Tokens of the loss: all answers (assistant), those after the user's last message (last_turn), or all.",
+            "help": "The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
             "choices": ("assistant", "last_turn", "all"),
         },
     )
