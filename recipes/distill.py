@@ -40,15 +40,9 @@ def main(
     )
     # A student with random weights gets the teacher's tokenizer.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
-    trust = distillation_args.trust_remote_code
-    tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path)
     # Load the teacher before preparing the data, so that a different vocabulary is reported at once.
-    teacher = load_teacher(
-        distillation_args.teacher_name_or_path,
-        tokenizer,
-        is_packed=data_args.packing != "none",
-        trust_remote_code=trust,
-    )
+    teacher = load_teacher(distillation_args.teacher_name_or_path, tokenizer, is_packed=data_args.packing != "none")
     # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_rows(data_args, training_args, tokenizer)

@@ -54,9 +54,6 @@ class DistillationArguments:
         default=0.5,
         metadata={"help": "Weight of the cross-entropy in the loss, from 0 to 1; the KL term has the rest."},
     )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run the Python code in the teacher's repository. Trust its author."}
-    )
 
     def __post_init__(self):
         if not self.teacher_name_or_path:
@@ -105,13 +102,7 @@ def masked_divergence(
     return temperature**2 * (divergences * weights).sum() / num_items_in_batch
 
 
-def load_teacher(
-    name_or_path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    is_packed: bool = True,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
+def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool = True) -> PreTrainedModel:
     """
     Load the whole teacher on every rank, frozen, in float32 and in eval mode.
 
@@ -119,23 +110,20 @@ def load_teacher(
         name_or_path (`str`): a directory or Hub id.
         tokenizer ([`PreTrainedTokenizerBase`]): the student's tokenizer.
         is_packed (`bool`): whether its rows will hold several documents, separated only by `position_ids`.
-        trust_remote_code (`bool`): whether code in its repository may run.
 
     Raises:
         `ValueError`: if the teacher cannot be loaded; if its tokenizer is
             missing or differs from the student's; if it attends across documents in packed rows.
     """
-    check_same_vocabulary(tokenizer, load_tokenizer(name_or_path, trust_remote_code=trust_remote_code))
+    check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
     # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. The teacher has no engine that
     # could gather its shards, so load it without that config. transformers has no public getter for the config.
     reference = deepspeed_integration._hf_deepspeed_config_weak_ref
     config = reference() if reference is not None else None
     deepspeed_integration.unset_hf_deepspeed_config()
     with as_user_errors():
-        # NOTE: with `trust_remote_code=None`, transformers would ask on stdin whether to run the code.
-        teacher = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
+        teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
     if config is not None:
         deepspeed_integration.set_hf_deepspeed_config(config)
     if isinstance(teacher, MiniMindForCausalLM):

@@ -43,7 +43,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     """
     Load a tokenizer from a directory or from the Hub.
 
@@ -53,7 +53,6 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
 
     Args:
         name_or_path (`str` or `Path`): a directory or Hub id.
-        trust_remote_code (`bool`, defaults to `False`): run code that comes with the tokenizer.
 
     Raises:
         `ValueError`: if no tokenizer can be loaded from there.
@@ -73,7 +72,7 @@ def load_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool = False)
         )
     try:
         # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, use_fast=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, use_fast=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{name_or_path!r} is neither a directory here nor a Hub id with a tokenizer that can be loaded: {error}"

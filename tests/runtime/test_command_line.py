@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 
@@ -12,15 +11,12 @@ import torch
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.constants import HF_HOME
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError, install_command
-from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.tools import load_tools
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.layouts import LAYOUTS
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -253,13 +249,3 @@ def test_code_of_others_is_refused_without_a_question(run, hostile, monkeypatch,
     (tmp_path / "text.jsonl").write_text(30 * '{"text": "some words to learn from"}\n')
     status, output = run(recipe, *RECIPES[recipe], str(hostile))
     assert status == 2 and not questions and not (tmp_path / "ran").exists(), output
-
-
-def test_code_of_a_teacher_runs_with_trust_remote_code(hostile, tmp_path):
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(**json.loads((hostile / "config.json").read_text()) | {"model_type": "llama"})
-    ).save_pretrained(tmp_path / "llama")
-    shutil.copy(tmp_path / "llama/model.safetensors", hostile)
-    load_teacher(str(hostile), load_tokenizer(hostile, trust_remote_code=True), trust_remote_code=True)
-    assert (tmp_path / "ran").exists()
