@@ -65,43 +65,6 @@ class DistillationArguments:
             raise UserError(f"--ce_weight {self.ce_weight:g} must lie between 0 and 1.")
 
 
-def masked_divergence(
-    student_logits: torch.Tensor,
-    teacher_log_probs: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    loss_mask: torch.Tensor | None = None,
-    num_items_in_batch: torch.Tensor | float,
-    temperature: float = 1.0,
-    kl: str = "forward",
-    vocab_size: int | None = None,
-) -> torch.Tensor:
-    """
-    Return `temperature ** 2 * sum of w * KL / num_items_in_batch`, computed in float32. Labels are shifted inside.
-
-    Args:
-        student_logits (`torch.Tensor` of shape `(batch_size, seq_len, >= vocab_size)`)
-        teacher_log_probs (`torch.FloatTensor` of shape `(batch_size, seq_len, vocab_size)`): at the temperature.
-        labels (`torch.LongTensor` of shape `(batch_size, seq_len)`): as in [`~model.loss.masked_cross_entropy`].
-        loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in
-            [`~model.loss.masked_cross_entropy`].
-        num_items_in_batch (`torch.Tensor` or `float`): the sum of `w` over the step, on all ranks.
-        temperature (`float`): as in the formula.
-        kl (`str`): `forward` or `reverse`.
-        vocab_size (`int`, *optional*): entries that teacher and student share; logits past it are ignored.
-
-    Returns:
-        `torch.FloatTensor`: a scalar, in nats.
-    """
-    # Logits at t predict token t + 1: shift the weights left by one, (batch_size, seq_len).
-    weights = F.pad(prediction_weights(labels, loss_mask)[:, 1:], (0, 1))
-    student = (student_logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
-    p, q = (teacher_log_probs, student) if kl == "forward" else (student, teacher_log_probs)
-    # KL(p || q) per position, (batch_size, seq_len)
-    divergences = (p.exp() * (p - q)).sum(dim=-1)
-    return temperature**2 * (divergences * weights).sum() / num_items_in_batch
-
-
 def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool = True) -> PreTrainedModel:
     """
     Load the whole teacher on every rank, frozen, in float32 and in eval mode.
@@ -229,18 +192,20 @@ class DistillationTrainer(MaskedLossTrainer):
         self._teacher_log_probs = self._ask(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _divergence(self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
-        """Return the KL term of one micro-batch."""
-        return masked_divergence(
-            outputs.logits,
-            self._teacher_log_probs,
-            labels=inputs["labels"],
-            loss_mask=inputs.get("loss_mask"),
-            num_items_in_batch=num_items_in_batch,
-            temperature=self.distillation_args.temperature,
-            kl=self.distillation_args.kl,
-            vocab_size=self._shared_vocab_size,
-        )
+    def _divergence(self, outputs: Any, inputs: dict[str, torch.Tensor], num_items_in_batch: Any) -> torch.Tensor:
+        """
+        Return `temperature ** 2 * sum of w * KL / num_items_in_batch` of one micro-batch, in float32 and nats.
+        """
+        temperature = self.distillation_args.temperature
+        # Logits at t predict token t + 1: shift the weights left by one, (batch_size, seq_len).
+        weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1))
+        # (batch_size, seq_len, vocab_size)
+        logits = outputs.logits[..., : self._shared_vocab_size].float()
+        student, teacher = (logits / temperature).log_softmax(dim=-1), self._teacher_log_probs
+        p, q = (teacher, student) if self.distillation_args.kl == "forward" else (student, teacher)
+        # KL(p || q) per position, (batch_size, seq_len)
+        divergences = (p.exp() * (p - q)).sum(dim=-1)
+        return temperature**2 * (divergences * weights).sum() / num_items_in_batch
 
     def _combine_losses(self, outputs, inputs, num_items_in_batch):
         """Return the loss of the formula above, and its parts for the log."""
