@@ -24,7 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 from huggingface_hub import get_token
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -128,7 +127,7 @@ class RunDirectory:
         _name_tracked_run(args, launches if checkpoint else [])
         entry = {
             "started": now(),
-            "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
+            "command": os.environ.get(COMMAND_VARIABLE) or shlex.join([sys.executable, *sys.argv]),
             "launcher": args.launcher,
             "launch": args.launch_description,
             "rows_per_step": args.rows_per_step,
@@ -175,19 +174,6 @@ def _name_tracked_run(args: LMTrainingArguments, earlier: list[dict[str, Any]]) 
 
 def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _find_command() -> str:
-    """
-    Return the command with which the user started this run: that of the outermost process above this one that names
-    the recipe, such as torchrun, deepspeed or accelerate, or of this process itself.
-    """
-    words = [sys.executable, *sys.argv]
-    for process in (psutil.Process(), *psutil.Process().parents()):
-        if sys.argv[0] not in process.cmdline():
-            break
-        words = process.cmdline()
-    return shlex.join(words)
 
 
 def _commit() -> str | None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from hf_pretrain.training.recipe import begin_run
 from hf_pretrain.training.run_directory import RunDirectory, now
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments
-from tests.invariants.launching import ROOT, launcher_command, process_options
+from tests.invariants.launching import ROOT
 from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
@@ -154,22 +153,6 @@ def test_the_command_of_hf_pretrain_comes_first(make_arguments, tmp_path, monkey
     args = make_arguments()
     RunDirectory(args).record_start(args, (), checkpoint=None)
     assert read(tmp_path)[0]["command"] == printed.replace(TOKEN, "<token>")
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("launcher", ["python", "accelerate:ddp"])
-def test_the_command_is_the_one_that_the_user_typed(launcher, tmp_path):
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        "import os\nfrom hf_pretrain.training.run_directory import _find_command\n"
-        "print('FOUND', _find_command()) if os.environ.get('RANK', '0') == '0' else None\n"
-    )
-    words = [*launcher_command(launcher), str(probe), "--run_name", "two words"]
-    result = subprocess.run(words, **process_options())
-    (found,) = [line for line in result.stdout.splitlines() if "FOUND" in line]
-    # A launcher is a script of Python. Its command holds the rank of no process.
-    assert found.endswith(shlex.join(words))
 
 
 def test_no_token_is_recorded(make_arguments, tmp_path):
