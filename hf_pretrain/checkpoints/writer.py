@@ -7,7 +7,6 @@ them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,9 +29,6 @@ from ..tokenizer.pretrained import save_tokenizer
 from ..weights.adapters import is_adapted
 from .directory import remove_leftovers, set_aside, summarize
 from .manifest import find_damage, flush, write_manifest
-
-
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def checkpoint_bytes(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> int:
@@ -183,16 +179,7 @@ def _publish_model(source: Path, target: Path) -> None:
     for path in (*source.rglob("*"), source):
         flush(path)
     written = {path.name for path in source.iterdir()}
-    # Saving an adapter writes no weights, and those in the directory stay.
-    if any(map(_WEIGHTS.fullmatch, written)):
-        for path in target.iterdir():
-            # A shard of an earlier model that had a different number of shards.
-            if _WEIGHTS.fullmatch(path.name) and path.name not in written:
-                path.unlink()
     for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
-        if (target / name).is_dir():
-            # os.replace cannot replace a directory by a file.
-            shutil.rmtree(target / name)
         os.replace(source / name, target / name)
     flush(target)
     shutil.rmtree(source.parent)

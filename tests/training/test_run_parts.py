@@ -85,10 +85,9 @@ def test_the_disk_must_hold_a_checkpoint(writer, tmp_path, monkeypatch):
         writer.check_space()
 
 
-def test_shards_of_an_earlier_model_are_removed_and_config_comes_last(writer, tmp_path, monkeypatch):
+def test_config_comes_last(writer, tmp_path, monkeypatch):
     target = tmp_path / "run"
     target.mkdir()
-    (target / "model-00001-of-00002.safetensors").touch()
     (target / "notes.txt").touch()
     order = []
     replace = os.replace
