@@ -26,7 +26,7 @@ from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
+from transformers.utils import logging
 
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
@@ -36,8 +36,7 @@ from .model_card import CURVE_NAME
 
 logger = logging.get_logger(__name__)
 
-# A run pushes only these files and the shards that an index names. A pattern such as *.json could publish
-# training text.
+# A run pushes only these files. A pattern such as *.json could publish training text.
 PUBLISHED = (
     *(REPOCARD_NAME, CURVE_NAME, TRAINER_STATE_NAME, *CODE_FILES),
     *("config.json", "generation_config.json", "model.safetensors", "evaluation.json"),
@@ -45,7 +44,6 @@ PUBLISHED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-_SHARD = re.compile(r"[\w-]+\.safetensors")
 # Trainer pickles its arguments into this file, and loading a pickle runs code. This package writes none, but a
 # checkpoint of another program may have it.
 _PICKLED_ARGUMENTS = "training_args.bin"
@@ -81,17 +79,11 @@ def published_files(folder: str | Path, *, also: Iterable[str] = ()) -> list[str
     """
     Return the names of the files in a directory that may leave this machine.
 
-    These are `PUBLISHED`, the shards that the index of the weights names, and the files that match a pattern in
-    `also`.
+    These are `PUBLISHED`, and the files that match a pattern in `also`.
     """
     folder = Path(folder)
     names = {name for name in PUBLISHED if (folder / name).is_file()}
-    names |= {path.name for pattern in also for path in folder.glob(pattern)}
-    if (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        shards = read_json(folder / SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
-        # The pattern keeps an index from naming files in other directories.
-        names |= {SAFE_WEIGHTS_INDEX_NAME, *filter(_SHARD.fullmatch, map(str, shards))}
-    return sorted(names)
+    return sorted(names | {path.name for pattern in also for path in folder.glob(pattern)})
 
 
 def push_folder(

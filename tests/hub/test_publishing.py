@@ -1,6 +1,5 @@
 """The choice of pushed files, over real HTTP, from a directory with many other files."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -15,9 +14,8 @@ from tests.invariants.launching import cpu_environment
 
 
 SECRET = "a line of the training text"
-SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 MODEL = {
-    *("config.json", "generation_config.json", "model.safetensors.index.json", *SHARDS),
+    *("config.json", "generation_config.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "modeling_minimind.py"),
     *("README.md", "loss_curve.png", "trainer_state.json", "evaluation.json"),
 }
@@ -46,10 +44,6 @@ def run_directory(tmp_path) -> Path:
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(SECRET if name in OTHERS else f"of {name}")
-    # An index may name any file.
-    names = [*SHARDS, "*", "run.json", "profile/step-1-rank-0.json", "../secret.safetensors"]
-    index = {"weight_map": {str(number): name for number, name in enumerate(names)}}
-    (tmp_path / "run/model.safetensors.index.json").write_text(json.dumps(index))
     return tmp_path / "run"
 
 
