@@ -81,7 +81,7 @@ def check_characters(text: str, column: str) -> None:
         raise BadRecord(f"column {column!r} holds a NUL character; remove it")
 
 
-def check_values(value: Any, column: str) -> None:
+def check_values(value: Any, column: str, *, depth: int = 1) -> None:
     """
     Check a parsed JSON value and all values inside it.
 
@@ -89,20 +89,16 @@ def check_values(value: Any, column: str) -> None:
         `BadRecord`: for arrays and objects that nest deeper than `MAX_DEPTH`, a repeated key, or text that
             [`check_characters`] refuses.
     """
-    # Use a stack: a hostile file could exceed Python's recursion limit.
-    remaining = [(value, 1)]
-    while remaining:
-        value, depth = remaining.pop()
-        if isinstance(value, BadRecord):
-            raise value
-        if isinstance(value, str):
-            check_characters(value, column)
-        elif isinstance(value, (dict, list, tuple)):
-            if depth > MAX_DEPTH:
-                raise BadRecord(f"column {column!r} nests deeper than {MAX_DEPTH} levels; fix or drop the line")
-            # Check keys as well: they are text, too.
-            items = [*value, *value.values()] if isinstance(value, dict) else value
-            remaining += [(item, depth + 1) for item in items]
+    if isinstance(value, BadRecord):
+        raise value
+    if isinstance(value, str):
+        check_characters(value, column)
+    elif isinstance(value, (dict, list, tuple)):
+        if depth > MAX_DEPTH:
+            raise BadRecord(f"column {column!r} nests deeper than {MAX_DEPTH} levels; fix or drop the line")
+        # Check keys as well: they are text, too.
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            check_values(item, column, depth=depth + 1)
 
 
 def write_json(value: Any, *, ascii: bool = False) -> str:
