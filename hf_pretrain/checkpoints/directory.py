@@ -2,16 +2,16 @@
 
 import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
+from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.writing import ASIDE
-from .manifest import MANIFEST_NAME, find_damage, read_manifest
+from .manifest import MANIFEST_NAME, find_damage
 
 
 logger = logging.get_logger(__name__)
@@ -84,23 +84,10 @@ def _has_manifest(path: Path, *, unverified: bool) -> bool:
 
 
 def rotate_checkpoints(newest: Path, *, limit: int | None, best: str | Path | None = None) -> None:
-    """
-    Delete the checkpoints with the lowest steps beside `newest` until `limit` are left.
-
-    `newest` (just saved) and `best` stay. The step comes from the manifest, because file times change when a clock is
-    set or files are copied. A checkpoint without a readable manifest belongs to another run: it stays and does not
-    count.
-    """
-    steps = {}
-    for path in map(Path, sort_checkpoints(str(newest.parent))):
-        # Skip a checkpoint without a readable manifest.
-        with suppress(ValueError, KeyError):
-            steps[path] = int(read_manifest(path)["run"]["step"])
-    kept = {newest.name, Path(best).name if best else None}
-    removable = sorted((path for path in steps if path.name not in kept), key=lambda path: steps[path])
-    # `save_total_limit` of None keeps all checkpoints. Protected ones count towards the limit.
-    for path in removable[: max(0, len(steps) - limit)] if limit else []:
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete the checkpoints with the lowest steps until `limit` are left. `newest` and `best` stay."""
+    # By its name: the directory of the run may have been renamed since `best` was saved.
+    kept = str(newest.with_name(Path(best).name)) if best else None
+    trainer_utils.rotate_checkpoints(str(newest.parent), limit, kept)
 
 
 def summarize(damage: list[str]) -> str:
