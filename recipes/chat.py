@@ -4,6 +4,7 @@ Chat with a model in the terminal.
     hf-pretrain chat
     hf-pretrain chat --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
     hf-pretrain chat --prompt "How do you do?" --greedy
+    hf-pretrain chat --auto --inference_rope_scaling
     hf-pretrain chat --tools examples.agent_tools:TOOLS
     hf-pretrain chat --tools tools.json --think on
     hf-pretrain chat --model_name_or_path out/pretrain-tiny --raw
@@ -23,7 +24,7 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.stages.inference import load_for_inference, make_inference_parser, sampling_options
-from hf_pretrain.stages.terminal_chat import Chat
+from hf_pretrain.stages.terminal_chat import AUTO_PROMPTS, Chat
 
 
 def main(args: argparse.Namespace) -> None:
@@ -32,8 +33,15 @@ def main(args: argparse.Namespace) -> None:
     if args.raw and (args.system or args.tools or args.think is not None):
         raise UserError("--system, --tools and --think have no effect on raw continuation: chat with --no-raw.")
     settings = {"system": args.system, "tools": args.tools, "enable_thinking": args.think}
+    # As in MiniMind, `--auto` asks each question by itself.
+    settings["history"] = 0 if args.auto and args.history is None else args.history
     chat = Chat(model, tokenizer, is_raw=args.raw, **settings, **sampling_options(args))
     title = f"{args.model_name_or_path}{', a base model: it continues your text' if args.raw else ''}"
+    for prompt in AUTO_PROMPTS if args.auto else ():
+        print(f"> {prompt}")
+        chat.ask(prompt)
+    if args.auto:
+        return
     if args.prompt is None:
         print(f"{title}\n/help lists the commands.")
         chat.talk()
@@ -51,6 +59,13 @@ def main(args: argparse.Namespace) -> None:
 def make_parser() -> RecipeParser:
     parser = make_inference_parser(__doc__)
     parser.add_argument("--prompt", help="answer or continue this text, and exit")
+    parser.add_argument("--auto", action="store_true", help="answer eight questions, and exit")
+    parser.add_argument(
+        "--history",
+        type=int,
+        metavar="N",
+        help="earlier questions that the model still sees; by default all, with --auto none",
+    )
     parser.add_argument("--system", help="the system message")
     parser.add_argument(
         "--tools",

@@ -7,6 +7,7 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     hf-pretrain evaluate --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
     hf-pretrain evaluate --tasks minimind,small --validation_fraction 0
     hf-pretrain evaluate --tasks tool_call --validation_fraction 0
+    hf-pretrain evaluate --max_length 2048 --loss_by_position --inference_rope_scaling 512:4
     hf-pretrain evaluate --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
@@ -28,13 +29,13 @@ from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,
     begin_results,
-    expand_tasks,
     format_results,
     load_validation,
+    run_tasks,
     write_results,
 )
+from hf_pretrain.stages.position_losses import measure_positions
 from hf_pretrain.stages.terminal_chat import is_base_model
-from hf_pretrain.stages.tool_call_task import TASK, evaluate_tool_calls, format_failures
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.answer_measures import measure_answers
 from hf_pretrain.training.parsing import parse_args
@@ -66,6 +67,8 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     results = begin_results(
         metrics, facts, rows.report[-1], max_length=data_args.max_length, limit=training_args.limit
     )
+    if training_args.loss_by_position and rows.eval is not None:
+        results["loss_by_position"] = measure_positions(trainer, rows.eval)
     if training_args.tasks:
         if is_main and metrics:
             # Tasks may fail late, for example if their data cannot be downloaded.
@@ -73,22 +76,11 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         if training_args.apply_chat_template is None:
             training_args.apply_chat_template = not is_base_model(name, trainer.model, tokenizer)
         results["apply_chat_template"] = training_args.apply_chat_template
-        model, tasks = trainer.model.eval(), expand_tasks(training_args.tasks)
-        if TASK in tasks:
-            results["tasks"][TASK] = evaluate_tool_calls(model, tokenizer, limit=training_args.limit)
-            tasks.remove(TASK)
-        if tasks:
-            # Only these tasks need lm-eval, an optional package.
-            from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
-
-            is_chat = training_args.apply_chat_template
-            results["tasks"] |= evaluate_tasks(model, tokenizer, tasks, **training_args.task_options, is_chat=is_chat)
+        results["tasks"] = run_tasks(training_args, trainer.model.eval(), tokenizer)
     # All ranks hold the same figures; one writes them.
     if is_main:
         path = write_results(results, facts, directory=training_args.output_dir)
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
-        if TASK in results["tasks"]:
-            print(format_failures(results["tasks"][TASK]))
         if training_args.push_to_hub:
             print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")
     leave_process_group()

@@ -37,6 +37,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
+    from hf_pretrain.stages.inference import add_yarn
     from hf_pretrain.stages.serving import check_ports, serve_model, stop_servers
     from hf_pretrain.stages.tools import read_tools
 
@@ -77,6 +78,7 @@ def main(args: argparse.Namespace) -> None:
             continuous_batching=args.continuous_batching,
             chat_template_kwargs=json.dumps(thinking_variables(thinking)),
             default_seed=args.seed,
+            rope_scaling=args.inference_rope_scaling,
         )
         for name, number in zip(names, ports, strict=True)
     ]
@@ -111,6 +113,7 @@ def make_parser() -> RecipeParser:
         help="reason before answering; with auto, the chat template decides",
     )
     parser.add_argument("--seed", type=int, help="seed of the sampling")
+    add_yarn(parser)
     return parser
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..runtime.errors import needing_extra
 from ..tokenizer.control_tokens import thinking_variables
+from .terminal_chat import last_turns
 from .tools import MAX_TOOL_ROUNDS, call_tool, read_schemas
 
 
@@ -124,6 +125,7 @@ async def stream_answer(
     max_tokens: int,
     thinking: bool,
     tools: str,
+    num_turns: int,
 ) -> AsyncGenerator[Message]:
     """
     Yield the growing answer of a model. If its consumer stops, the connection closes and the server ends the answer.
@@ -134,7 +136,10 @@ async def stream_answer(
     try:
         request = endpoint.client.chat.completions.create(
             model=endpoint.model,
-            messages=[*([{"role": "system", "content": system}] if system else []), *to_request(history)],
+            messages=[
+                *([{"role": "system", "content": system}] if system else []),
+                *to_request(last_turns(history, num_turns)),
+            ],
             stream=True,
             temperature=temperature,
             top_p=top_p,
@@ -246,6 +251,7 @@ def make_page(
                     lines=3,
                     max_lines=8,
                 ),
+                gr.Slider(0, 32, 32, step=1, label="Earlier questions that the model sees"),
             ]
         everything = [*chats, *histories]
         begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.constants import REPOCARD_NAME
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ..checkpoints.directory import find_newest_run
 from ..data.data_arguments import ChatArguments
@@ -21,7 +21,8 @@ from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.training_arguments import LMTrainingArguments
-from .tool_call_task import TASK
+from .position_losses import format_positions
+from .tool_call_task import TASK, evaluate_tool_calls, format_failures
 
 
 RESULTS_NAME = "evaluation.json"
@@ -84,6 +85,10 @@ class EvaluationArguments(LMTrainingArguments):
     include_path: list[str] | None = field(default=None, metadata={"help": "Directories with further task YAMLs."})
     num_fewshot: int | None = field(default=None, metadata={"help": "Examples before each question of a task."})
     limit: float | None = field(default=None, metadata={"help": "Number of examples per task, or a share if below 1."})
+    loss_by_position: bool = field(
+        default=False,
+        metadata={"help": "Also measure the loss by position in the document; with YaRN, without it too."},
+    )
 
     def __post_init__(self):
         # In a training config, --output_dir names the run to evaluate. `settle` later sets it to the directory of the
@@ -93,18 +98,13 @@ class EvaluationArguments(LMTrainingArguments):
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
-        if self.tasks and self.world_size > 1:
+        if (self.tasks or self.loss_by_position) and self.world_size > 1:
             raise UserError(
-                f"--tasks {self.tasks} need a single process, and {self.world_size} were started: launch with python."
+                f"--tasks and --loss_by_position need a single process, and {self.world_size} were started: launch "
+                "with python."
             )
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
-
-    @property
-    def task_options(self) -> dict[str, Any]:
-        """Options of [`~stages.lm_eval_tasks.evaluate_tasks`]."""
-        options = {"include_path": self.include_path, "num_fewshot": self.num_fewshot, "limit": self.limit}
-        return options | {"batch_size": self.per_device_eval_batch_size}
 
     def settle(self, model_name_or_path: str | None) -> str:
         """
@@ -177,6 +177,31 @@ def begin_results(
     }
 
 
+def run_tasks(
+    args: EvaluationArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> dict[str, dict[str, Any]]:
+    """Return the results of `--tasks`, as [`~stages.lm_eval_tasks.evaluate_tasks`] describes them."""
+    names, results = expand_tasks(args.tasks or ""), {}
+    if TASK in names:
+        names.remove(TASK)
+        results[TASK] = evaluate_tool_calls(model, tokenizer, limit=args.limit)
+    if not names:
+        return results
+    # Only these tasks need lm-eval, an optional package.
+    from .lm_eval_tasks import evaluate_tasks
+
+    return results | evaluate_tasks(
+        model,
+        tokenizer,
+        names,
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        batch_size=args.per_device_eval_batch_size,
+        is_chat=bool(args.apply_chat_template),
+    )
+
+
 def format_results(results: dict[str, Any]) -> str:
     """Return the results as tables for the terminal."""
     rows = [("on", "metric", "value", "")]
@@ -191,9 +216,12 @@ def format_results(results: dict[str, Any]) -> str:
             error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
             rows.append((task, metric, f"{entry['value']:.4f}", error))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if "loss_by_position" in results:
+        lines.append(format_positions(results["loss_by_position"]))
+    if TASK in results["tasks"]:
+        lines.append(format_failures(results["tasks"][TASK]))
+    return "\n".join(lines)
 
 
 def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:

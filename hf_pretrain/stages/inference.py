@@ -10,7 +10,7 @@ from ..checkpoints.directory import find_newest_run
 from ..runtime.devices import refuse_unused_gpu
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer
-from ..weights.models import ModelArguments, load_model
+from ..weights.models import MINIMIND_YARN, ModelArguments, load_model
 from .terminal_chat import is_base_model
 
 
@@ -36,7 +36,20 @@ def make_inference_parser(description: str) -> RecipeParser:
     parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, tokens repeat less often")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
+    add_yarn(parser)
     return parser
+
+
+def add_yarn(parser: RecipeParser) -> None:
+    """Add the flag that extends the positions of the model, as the other recipes have it."""
+    parser.add_argument(
+        "--inference_rope_scaling",
+        nargs="?",
+        const=MINIMIND_YARN,
+        metavar="LENGTH:FACTOR",
+        help="extend the positions with YaRN: the length that the model was trained on, and the factor; without a "
+        f"value, MiniMind's {MINIMIND_YARN}",
+    )
 
 
 def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -49,7 +62,8 @@ def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTr
     args.model_name_or_path = name = args.model_name_or_path or find_newest_run()
     tokenizer = load_tokenizer(name)
     # load_model also converts MiniMind's own checkpoints and applies adapters.
-    model = load_model(ModelArguments(model_name_or_path=name), tokenizer).eval()
+    model_args = ModelArguments(model_name_or_path=name, inference_rope_scaling=args.inference_rope_scaling)
+    model = load_model(model_args, tokenizer).eval()
     # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())

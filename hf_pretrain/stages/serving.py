@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,10 +31,12 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
 from ..runtime.errors import UserError, needing_extra
 from ..tokenizer.control_tokens import thinking_variables
+from ..weights.models import extend_positions
 
 
 with needing_extra("serve", "Serving needs FastAPI"):
@@ -89,7 +92,9 @@ def check_ports(host: str, ports: list[int]) -> None:
                 ) from None
 
 
-def serve_model(name: str, *, host: str, port: int, non_blocking: bool = False, **options: Any) -> Serve:
+def serve_model(
+    name: str, *, host: str, port: int, non_blocking: bool = False, rope_scaling: str | None = None, **options: Any
+) -> Serve:
     """
     Load a model and serve it until the user stops it, or in another thread.
 
@@ -97,6 +102,7 @@ def serve_model(name: str, *, host: str, port: int, non_blocking: bool = False, 
         name (`str`): a directory or Hub id.
         host (`str`), port (`int`): where to listen.
         non_blocking (`bool`): return when the server has started in a thread.
+        rope_scaling (`str`, *optional*): as for [`~weights.models.extend_positions`].
         **options: other arguments of transformers' `Serve`.
     """
     if is_quiet():
@@ -104,7 +110,10 @@ def serve_model(name: str, *, host: str, port: int, non_blocking: bool = False, 
         std_logging.disable(std_logging.INFO)
     # NOTE: the server looks up the class that config.json names in its own reference to the module `transformers`.
     # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
-    model_manager.transformers.MiniMindForCausalLM = MiniMindForCausalLM
+    load: Callable[..., Any] = MiniMindForCausalLM.from_pretrained
+    if rope_scaling is not None:
+        load = partial(load, config=extend_positions(MiniMindConfig.from_pretrained(name), rope_scaling))
+    model_manager.transformers.MiniMindForCausalLM = SimpleNamespace(from_pretrained=load)
     # NOTE: the server has no limits, and no options to set any.
     server.build_server = partial(_build_guarded, name, f"http://{host}:{port}/v1")
     return Serve(name, host=host, port=port, non_blocking=non_blocking, log_level="warning", **options)

@@ -40,6 +40,16 @@ CHAT_HELP = f"""\
 /reset          forget the conversation
 /save FILE      append the conversation to a JSONL file that SFT can read
 {COMMON_HELP}"""
+# Questions of `--auto`.
+AUTO_PROMPTS = (
+    *("你好，你能做什么？", "为什么海水是咸的？", "用Python写一个判断质数的函数。", "推荐三种适合夏天的水果。"),
+    *(
+        "What is a neural network?",
+        "Why do leaves turn red in autumn?",
+        "Write a poem about rain.",
+        "How do I boil eggs?",
+    ),
+)
 RAW_HELP = f"""\
 The model continues each line that you type, as the beginning of a document. An empty line continues the last text.
 
@@ -59,6 +69,7 @@ class Chat:
         system (`str`, *optional*): the system message.
         enable_thinking (`bool`, *optional*): whether the model reasons first; by default the chat template decides.
         tools (`str`, *optional*): the offered tools, as [`~stages.tools.read_tools`] reads them.
+        history (`int`, *optional*): earlier questions that the model still sees, with their answers; by default all.
         temperature (`float`): divisor of the logits; 0 always takes the most probable token.
         max_new_tokens (`int`): limit of one answer. The positions that the prompt leaves are another limit.
         **sampling: other arguments of `generate`, such as `top_p`.
@@ -73,6 +84,7 @@ class Chat:
         system: str | None = None,
         enable_thinking: bool | None = None,
         tools: str | None = None,
+        history: int | None = None,
         temperature: float = 1.0,
         max_new_tokens: int = 512,
         **sampling: Any,
@@ -84,6 +96,7 @@ class Chat:
         self.tools, self.functions = read_tools(tools)
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
         self.set_temperature(temperature)
+        self.max_history = history
         self.history: list[dict[str, Any]] = []
         # Tool calls of the last answer that still wait for their results.
         self.pending_calls: list[dict[str, Any]] = []
@@ -162,7 +175,8 @@ class Chat:
             ids = encode_documents([self.text], self.tokenizer)[0][:-1]
         else:
             # Encode the whole conversation again, because /system, /tools and /think change its beginning.
-            ids = encode_prompt(self.tokenizer, self.messages, self.tools, self.enable_thinking)
+            seen = self.messages[: len(self.messages) - len(self.history)] + last_turns(self.history, self.max_history)
+            ids = encode_prompt(self.tokenizer, seen, self.tools, self.enable_thinking)
             if self.tokenizer.response_template is not None:
                 # The prompt may already open the reasoning, so the parser must see the prompt, too.
                 parser = self.tokenizer.get_response_parser(prefix=self.tokenizer.decode(ids), tools=self.tools)
@@ -238,6 +252,12 @@ class Chat:
             file.write(json.dumps({"text": self.text} if self.is_raw else chat, ensure_ascii=False) + "\n")
         return f"saved in {path}"
 
+    def ask(self, text: str) -> None:
+        """Add the user's text, and print the answer and its speed."""
+        if self.say(text):
+            self.respond(partial(print, end="", flush=True))
+            print(f"\n[{self.speed}]")
+
     def talk(self) -> None:
         """Answer the lines that the user types, until one of them ends the chat."""
         # Python would raise at a line that is not UTF-8.
@@ -254,11 +274,16 @@ class Chat:
             try:
                 if line.startswith("/"):
                     print(self.run_command(line.strip()))
-                elif self.say(line):
-                    self.respond(partial(print, end="", flush=True))
-                    print(f"\n[{self.speed}]")
+                else:
+                    self.ask(line)
             except (ValueError, OSError) as error:
                 print(error)
+
+
+def last_turns(history: list[dict[str, Any]], number: int | None) -> list[dict[str, Any]]:
+    """Return the last question of a history with what follows it, and `number` earlier ones (by default all)."""
+    questions = [place for place, message in enumerate(history) if message["role"] == "user"]
+    return history if number is None or number >= len(questions) else history[questions[-1 - number] :]
 
 
 class PartsStreamer(TextStreamer):

@@ -23,11 +23,14 @@ from ..runtime.parser import ConfigLoader
 from ..tokenizer.pretrained import check_tokenizer
 from .adapters import adapter_base, load_adapter
 from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
+from .layouts import V3_YARN
 
 
 logger = logging.get_logger(__name__)
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
 UNKNOWN_WIDTH = 512
+# The length and the factor of YaRN in MiniMind's `--inference_rope_scaling`.
+MINIMIND_YARN = "2048:16"
 
 
 def default_preset() -> str:
@@ -73,6 +76,23 @@ def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> d
     return fields
 
 
+def extend_positions(config: MiniMindConfig, text: str) -> MiniMindConfig:
+    """
+    Return a copy of a config with YaRN as MiniMind computes it, and the model's own theta.
+
+    Args:
+        config ([`MiniMindConfig`]): the config.
+        text (`str`): `length:factor`, such as `2048:16`.
+    """
+    try:
+        length, factor = text.split(":")
+        numbers = {"original_max_position_embeddings": int(length), "factor": float(factor)}
+        yarn = V3_YARN | numbers | {"rope_type": "yarn", "rope_theta": config.rope_parameters["rope_theta"]}
+        return MiniMindConfig.from_dict(config.to_dict() | {"rope_parameters": yarn})
+    except ValueError as error:
+        raise UserError(f"--inference_rope_scaling {text} is not of the form {MINIMIND_YARN}: {error}") from error
+
+
 @dataclass
 class ModelArguments:
     """Model (a preset or a checkpoint), tokenizer and attention implementation."""
@@ -101,6 +121,15 @@ class ModelArguments:
         metadata={
             "help": "auto (the same as packed), packed, eager, sdpa or flex_attention.",
             "choices": ("auto", "packed", "eager", "sdpa", "flex_attention"),
+        },
+    )
+    inference_rope_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "Extend the positions with YaRN: the length that the model was trained on, and the factor. "
+            f"Without a value, MiniMind's {MINIMIND_YARN}.",
+            "nargs": "?",
+            "const": MINIMIND_YARN,
         },
     )
 
@@ -174,6 +203,8 @@ def load_model(
         config = MiniMindConfig.from_dict(upstream.config.to_dict() | args.overrides)
     else:
         config = load_config(args, tokenizer)
+    if args.inference_rope_scaling:
+        config = extend_positions(config, args.inference_rope_scaling)
     check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=args.tokenizer_name_or_path or "the trained one")
 
     _warn_about_router_loss(config)

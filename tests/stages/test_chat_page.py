@@ -107,7 +107,7 @@ def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
 @pytest.mark.parametrize(("tools", "words"), [("", "Connection error"), ("{", "Tools must be a JSON list")])
 def test_an_error_is_an_answer_and_not_a_crash(tools, words):
     async def ask() -> list[dict]:
-        return [each async for each in stream_answer(Endpoint("m", url), [QUESTION], "", 0.8, 0.9, 5, True, tools)]
+        return [each async for each in stream_answer(Endpoint("m", url), [QUESTION], "", 0.8, 0.9, 5, True, tools, 32)]
 
     url = f"http://127.0.0.1:{free_port()}/v1"
     (answer,) = asyncio.run(ask())

@@ -21,7 +21,7 @@ from hf_pretrain.stages.evaluation import (
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.models import ModelArguments, extend_positions
 from recipes.evaluate import main
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -222,6 +222,32 @@ def test_a_test_file_is_evaluated_whole(model, tokenizer, talker, tmp_path):
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert results["held_out"]["eval_loss"] == pytest.approx(-scores.mean().item(), rel=1e-4)
     assert "6 documents" in results["data"]
+
+
+def test_the_loss_by_position_with_and_without_yarn(model, tokenizer, talker, tmp_path, capsys):
+    texts = ["It rains in Oslo. " * 30, "two and two " * 100]
+    data = write_jsonl(tmp_path / "test.jsonl", texts)
+    words = ["--model_name_or_path", str(talker), "--dataset_name", data, "--results_dir", str(tmp_path)]
+    words += ["--max_length", "640", "--use_cpu", "--bf16", "false", "--disable_tqdm", "true"]
+    words += ["--validation_fraction", "1", "--loss_by_position", "--inference_rope_scaling", "256:4"]
+    main(*parse_args(ModelArguments, ValidationArguments, EvaluationArguments, stage="evaluate", argv=words))
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    scaled = MiniMindForCausalLM(extend_positions(model.config, "256:4")).eval()
+    scaled.load_state_dict(model.state_dict())
+    documents = encode_documents(texts, tokenizer)
+    assert max(map(len, documents)) > 256
+    expected = {}
+    for name, each in (("loss", scaled), ("loss_without_yarn", model)):
+        nats = [-log_probabilities(each, ids) for ids in documents]
+        for first, last in ((0, 127), (128, 255), (256, 511)):
+            # The first score is that of the token at position 1.
+            part = torch.cat([scores[max(first, 1) - 1 : last] for scores in nats])
+            expected.setdefault((first, last, len(part)), {})[name] = part.mean().item()
+    found = {(row["first"], row["last"], row["tokens"]): row for row in results["loss_by_position"]}
+    for key, losses in expected.items():
+        assert {name: found[key][name] for name in losses} == pytest.approx(losses, rel=1e-4)
+        assert losses["loss"] != pytest.approx(losses["loss_without_yarn"], rel=1e-3)
+    assert f"{losses['loss_without_yarn']:.4f}" in capsys.readouterr().out
 
 
 def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks, tmp_path):

@@ -279,6 +279,13 @@ def test_an_answer_ends_where_the_positions_do(client):
 # The recipe
 
 
+def test_the_positions_of_the_served_model_are_extended(talker):
+    with served(str(talker), rope_scaling="1024:4") as client:
+        prompt = "x y" * 1000
+        assert ask(client, [{"role": "user", "content": prompt}], max_tokens=1).usage.prompt_tokens > 1024
+        assert ask(client, SUM[:1]).choices[0].message.content == "It is four."
+
+
 def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkeypatch, capsys):
     for path in talker.iterdir():
         if path.name != "chat_template.jinja":

@@ -13,7 +13,8 @@ import torch
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.terminal_chat import Chat, PartsStreamer, is_base_model
+from hf_pretrain.stages import terminal_chat
+from hf_pretrain.stages.terminal_chat import AUTO_PROMPTS, Chat, PartsStreamer, is_base_model, last_turns
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.invariants.launching import ROOT
@@ -67,6 +68,24 @@ def test_history_and_system_message_reach_the_model(chat):
     assert chat.answer(list)["content"] == "HELLO AGAIN"
     chat.run_command("/reset")
     assert chat.messages == [{"role": "system", "content": "Answer in capitals."}]
+
+
+def test_only_the_last_turns_reach_the_model(chat, monkeypatch):
+    turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    calls = [turn[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}]
+    assert [len(last_turns([*turn, *calls, *turn, turn[0]], number)) for number in (0, 1, 2, 3, 4, None)] == [
+        *(1, 3, 6, 8, 8, 8)
+    ]
+    seen = []
+    monkeypatch.setattr(
+        terminal_chat, "encode_prompt", lambda tokenizer, messages, *rest: seen.append(messages) or [1]
+    )
+    chat.system, chat.max_history, chat.max_new_tokens = "Be brief.", 0, 1
+    for _ in range(2):
+        chat.say("hello")
+        chat.answer(list)
+    assert seen == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]] * 2
+    assert len(chat.messages) == 5
 
 
 def test_a_tool_is_called_and_its_result_is_used(chat, tools_file, tmp_path):
@@ -259,6 +278,15 @@ def test_the_recipe_talks_with_the_newest_run(talker, tmp_path, tools_file, run_
     assert out.endswith(
         '> (calls) get_weather {"city": "Oslo"}\n[speed]\nget_weather returns: It rains in Oslo.\n[speed]\n> '
     )
+
+
+def test_the_recipe_answers_eight_questions_with_more_positions(talker, run_recipe):
+    name = ["--model_name_or_path", str(talker), "--max_new_tokens", "3", "--inference_rope_scaling", "1024:4"]
+    out, _ = run_recipe(*name, "--auto")
+    assert [line[2:] for line in out.splitlines() if line.startswith("> ")] == list(AUTO_PROMPTS)
+    assert len(AUTO_PROMPTS) == len(re.findall(r"\[3 tokens, [\d.]+ tokens/s\]", out)) == 8
+    with pytest.raises(SystemExit):
+        run_recipe(*name[:-1], "nonsense", "--auto")
 
 
 def test_the_recipe_continues_the_text_of_a_base_model(talker, tmp_path, run_recipe, capsys):

@@ -1,8 +1,13 @@
 """Models that the command-line arguments describe."""
 
+import math
+
 import pytest
 import torch
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
 
@@ -36,6 +41,40 @@ def test_experts_run_in_a_loop_where_grouped_products_are_slow(tokenizer, monkey
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
     model = load_model(ModelArguments(vocab_size=300, config_overrides=TOP_1), tokenizer)
     assert model.config._experts_implementation == expected
+
+
+def upstream_frequencies(dim: int, *, theta: float, length: int, factor: float) -> torch.Tensor:
+    """YaRN as MiniMind's `precompute_freqs_cis` computes it."""
+    low, high = (dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), dim // 2 - 1)
+    ramp = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return theta ** -(torch.arange(0, dim, 2) / dim) * (1 - ramp + ramp / factor)
+
+
+@pytest.mark.parametrize(("text", "length", "factor"), [("2048:16", 2048, 16), ("512:4.5", 512, 4.5)])
+@pytest.mark.parametrize("theta", [1e6, 1e4])
+def test_positions_extend_as_minimind_and_transformers_extend_them(tokenizer, tmp_path, text, length, factor, theta):
+    """Also for a native checkpoint with another theta, and with fewer positions than the extended ones."""
+    fields = f"hidden_size=128,num_hidden_layers=1,num_attention_heads=4,max_position_embeddings={length}"
+    fields += f",rope_parameters={{rope_type: default, rope_theta: {theta}}}"
+    load_model(ModelArguments(vocab_size=300, config_overrides=fields), tokenizer).save_pretrained(tmp_path)
+    model = load_model(ModelArguments(model_name_or_path=str(tmp_path), inference_rope_scaling=text), tokenizer)
+    table = model.model.rotary_emb.pos_cis
+    assert model.config.max_position_embeddings == len(table) == length * factor
+    frequencies = upstream_frequencies(32, theta=theta, length=length, factor=factor)
+    # One position turns by the frequency; the angle of the fastest one stays below pi.
+    torch.testing.assert_close(table[1].angle(), frequencies, rtol=1e-5, atol=0)
+    rope = model.config.rope_parameters
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    stock = Qwen3RotaryEmbedding(Qwen3Config(**sizes, rope_parameters=rope, max_position_embeddings=len(table)))
+    torch.testing.assert_close(table[1].angle(), stock.inv_freq, rtol=1e-5, atol=0)
+    assert stock.attention_scaling == 1 and torch.allclose(table.abs(), torch.ones(()))
+
+
+@pytest.mark.parametrize("text", ["16", "2048:x", "0:4", "2048:16:2"])
+def test_a_malformed_extension_is_named(tokenizer, text):
+    with pytest.raises(UserError, match="--inference_rope_scaling .* is not of the form 2048:16"):
+        load_model(ModelArguments(model_preset="tiny", vocab_size=300, inference_rope_scaling=text), tokenizer)
 
 
 @pytest.mark.parametrize(
