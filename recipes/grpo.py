@@ -36,7 +36,7 @@ def main(
     task_args: TaskArguments,
     training_args: GRPOTrainingArguments,
 ):
-    rewards = load_reward_functions(task_args.rewards)
+    rewards = load_reward_functions(task_args.rewards, trust_remote_code=training_args.trust_remote_code)
     tools = load_tools(task_args.tools)
     environment = load_object(task_args.environment, flag="--environment") if task_args.environment else None
     # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
@@ -50,9 +50,7 @@ def main(
         tools=tools,
         chat_template_kwargs=training_args.chat_template_kwargs,
     )
-    # TRL gives the template the tools that the model can call.
-    describe_tools = tools is None and environment is None
-    tasks = task_args.load_tasks(training_args, tokenizer, check=check, describe_tools=describe_tools)
+    tasks = task_args.load_tasks(training_args, tokenizer, check=check)
     train_on(
         tasks,
         model,

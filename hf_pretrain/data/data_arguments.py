@@ -1,6 +1,6 @@
 """Command-line arguments that name the data and determine how it becomes packed sequences."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from ..runtime.names import check_choices
 from .conversations import CONVERSATION_KEYS
 from .documents import load_documents
+from .draws import check_ratio
 from .encoding import ConversationEncoder, parse_span_weights
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 
@@ -131,10 +132,15 @@ class DataArguments(SourceArguments):
         return train, validation
 
     def prepare_rows(
-        self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast
+        self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast, *, seed: int | None = None
     ) -> tuple[Dataset | IterableDataset | None, PackingReport | None]:
         """
         Tokenize and pack documents by [`~data.packing.prepare_rows`].
+
+        Args:
+            documents ([`Dataset`] or [`IterableDataset`]): with the single column `text`.
+            tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the run.
+            seed (`int`, *optional*): seed of the draws per training record; a validation set has none.
 
         Returns:
             `tuple`: packed sequences and a report, as [`~data.packing.prepare_rows`] returns them; `None` and `None`
@@ -142,13 +148,16 @@ class DataArguments(SourceArguments):
         """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
+        encoder = self.encoder
+        if encoder is not None and (encoder.add_system_ratio or encoder.empty_think_ratio is not None):
+            encoder = replace(encoder, seed=seed)
         return prepare_rows(
             documents,
             tokenizer,
             max_length=self.max_length,
             packing_strategy=self.packing,
             num_proc=self.num_proc,
-            encoder=self.encoder,
+            encoder=encoder,
         )
 
 
@@ -175,6 +184,17 @@ class ChatArguments(DataArguments):
         default=None,
         metadata={"help": "Variable of the chat template; false puts an empty <think> block in front of each answer."},
     )
+    add_system_ratio: float = field(
+        default=0.0,
+        metadata={"help": "Share of the training conversations that get a random system message; MiniMind takes 0.2."},
+    )
+    empty_think_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the training conversations whose answers begin with an empty <think> block if they have "
+            "no thought; by default the template decides. MiniMind takes 0.2."
+        },
+    )
     train_on: str = field(
         default="assistant",
         metadata={
@@ -193,6 +213,11 @@ class ChatArguments(DataArguments):
         default=0, metadata={"help": "Print this many packed sequences, with trained tokens in colour, and stop."}
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        check_ratio("--add_system_ratio", self.add_system_ratio)
+        check_ratio("--empty_think_ratio", self.empty_think_ratio, self.enable_thinking)
+
     @property
     def schema(self) -> str:
         """Key of the reader in `SCHEMAS`."""
@@ -210,4 +235,5 @@ class ChatArguments(DataArguments):
             return None
         # Unset differs from false: the template then uses its own default.
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
-        return ConversationEncoder(self.train_on, parse_span_weights(self.span_weights), kwargs)
+        weights = parse_span_weights(self.span_weights)
+        return ConversationEncoder(self.train_on, weights, kwargs, self.add_system_ratio, self.empty_think_ratio)

@@ -10,7 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
 from ..tokenizer.chat_template import render_guarded
-from ..tokenizer.control_tokens import encode_rendered
+from ..tokenizer.control_tokens import encode_rendered, thinking_variables
+from .draws import add_system_message, draw
+
+
+# How chat templates write an empty thought. In a rendered conversation, guards tell a message with this text apart.
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,18 @@ class ConversationEncoder:
             is one token works. Later pairs override earlier ones.
         chat_template_kwargs (`tuple` of pairs): variables of the template, such as `("enable_thinking", False)`. A
             conversation's own values override them.
+        add_system_ratio (`float`, defaults to 0.0): share of the conversations that get a random system message.
+        empty_think_ratio (`float`, *optional*): share of the conversations in which an answer without a thought begins
+            with an empty one; by default the template decides.
+        seed (`int`, *optional*): seed of these shares; without it, neither applies.
     """
 
     train_on: str = "assistant"
     span_weights: tuple[tuple[str, float], ...] = ()
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
+    add_system_ratio: float = 0.0
+    empty_think_ratio: float | None = None
+    seed: int | None = None
 
     def __call__(
         self, texts: list[str], tokenizer: PreTrainedTokenizerFast, *, max_length: int
@@ -56,9 +68,11 @@ class ConversationEncoder:
         for text in texts:
             conversation = json.loads(text)
             kwargs = {**dict(self.chat_template_kwargs), **conversation.get("chat_template_kwargs", {})}
-            ids, is_generated = encode_conversation(
-                tokenizer, conversation["messages"], conversation.get("tools"), **kwargs
-            )
+            messages, tools = conversation["messages"], conversation.get("tools")
+            if self.seed is not None:
+                kwargs |= self._draw_empty_thought(text, messages, kwargs)
+                messages = add_system_message(messages, tools, seed=self.seed, ratio=self.add_system_ratio)
+            ids, is_generated = encode_conversation(tokenizer, messages, tools, **kwargs)
             answer_weights = _weigh_answers(np.array(is_generated), self._answer_weights(conversation))
             weights = (answer_weights * self._weigh(np.array(ids), np.array(is_generated), tokenizer))[:max_length]
             # Without a trained token, for example because it is cut off before its first answer, nothing is left.
@@ -78,6 +92,17 @@ class ConversationEncoder:
         turn = max((place for place, role in enumerate(roles[: answers[-1]]) if role == "user"), default=-1)
         pairs = zip(answers, weights or [1.0] * len(answers), strict=True)
         return [weight if place > turn else 0.0 for place, weight in pairs]
+
+    def _draw_empty_thought(self, text: str, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments of [`encode_conversation`] that keep or remove the empty thoughts of a conversation."""
+        # A conversation's own variable wins over the share.
+        if self.empty_think_ratio is None or "enable_thinking" in kwargs:
+            return {}
+        if draw(self.seed, "empty thought", text) >= self.empty_think_ratio:
+            return {"drops_empty_thoughts": True}
+        # A template without empty thoughts by default writes them with this variable, but then leaves out the others.
+        has_thought = any("reasoning_content" in message for message in messages)
+        return {} if has_thought else thinking_variables(False)
 
     def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
         """Return the weights of `ids`; all arrays are of shape `(num_tokens,)`."""
@@ -131,6 +156,8 @@ def encode_conversation(
     tokenizer: PreTrainedTokenizerFast,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None = None,
+    *,
+    drops_empty_thoughts: bool = False,
     **chat_template_kwargs: Any,
 ) -> tuple[list[int], list[bool]]:
     """
@@ -140,6 +167,7 @@ def encode_conversation(
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
         messages (`list[dict]`): the conversation in the internal form.
         tools (`list[dict]`, *optional*): JSON schemas of the available tools.
+        drops_empty_thoughts (`bool`, defaults to `False`): remove the empty thoughts that the template writes.
         chat_template_kwargs: further variables of the template.
 
     Returns:
@@ -149,10 +177,15 @@ def encode_conversation(
         `ValueError`: in the cases of [`~tokenizer.chat_template.render_guarded`].
     """
     rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
-    ids, offsets = encode_rendered(tokenizer, rendered)
     # (num_spans, 2): start and end of each text that the assistant generates, in characters
     # Without spans, the array is empty, and only `reshape` gives it two columns.
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    if drops_empty_thoughts:
+        # Each edge moves by the empty thoughts before it.
+        starts = [match.start() for match in re.finditer(EMPTY_THOUGHT, rendered)]
+        edges -= len(EMPTY_THOUGHT) * np.searchsorted(starts, edges)
+        rendered = rendered.replace(EMPTY_THOUGHT, "")
+    ids, offsets = encode_rendered(tokenizer, rendered)
     # A token belongs to the span that contains its first character.
     span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1
     ends = np.append(edges[:, 1], 0)  # index -1: before the first span, where nothing is generated

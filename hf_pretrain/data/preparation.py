@@ -77,7 +77,7 @@ def load_rows(
             tokenizer = tokenizer(train_documents)
         train_rows, train_report = None, None
         if not is_evaluation:
-            train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer)
+            train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer, seed=training_args.seed)
         eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
     report = [f"Validation: {eval_report or 'nothing'}"]
     if not is_evaluation:

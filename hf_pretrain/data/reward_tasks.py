@@ -5,10 +5,10 @@ Tasks of reinforcement learning: prompts whose answers a program can check, embe
 |---|---|---|
 | `embedded:answer-format` | an answer of a given form to a question from the dialogues | `format` |
 | `embedded:arithmetic` | the sum, difference or product of two numbers | `arithmetic` |
-| `embedded:tool-call` | a call of one of the tools that the system message lists | `tool_call` |
 
 A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: a conversational prompt as TRL expects it, and
-the columns that the reward functions read. The same seed gives the same embedded tasks.
+the columns that the reward functions read. The first message of a prompt with tools holds them as JSON, as in
+MiniMind's files. The same seed gives the same embedded tasks.
 """
 
 import json
@@ -22,13 +22,12 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
-from ..tokenizer.control_tokens import CHAT_TEMPLATE_PATH
 from .corpora import load_embedded
 from .documents import hashes_are_between
+from .draws import add_system_message
 from .formats import BadRecord, check_values, file_format, write_json
 from .messages import messages_in, read_messages, take_weights
 from .rejected import RejectedLines
@@ -66,68 +65,6 @@ ANSWER_FORMATS = {
     ),
     "number": AnswerFormat("Answer with a number and nothing else.", (r"-?\d+(\.\d+)?",)),
 }
-
-
-def _render_ours(messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> str:
-    """Render a conversation with the chat template of this package."""
-    (text,), _ = render_jinja_template(
-        [messages], tools=tools, chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8")
-    )
-    return text
-
-
-def tools_message(
-    tools: list[dict[str, Any]], system: str | None = None, *, render: Callable[..., str] = _render_ours
-) -> str:
-    """
-    Return the system message in which a chat template describes `tools`. A template that knows no tools gets the words
-    of this package's template. TRL renders only tools that it can call, so the message has to contain the others.
-
-    Args:
-        tools (`list[dict]`): JSON schemas.
-        system (`str`, *optional*): the system message of the task.
-        render (`Callable`, *optional*): returns the text of `messages` with `tools`, like `apply_chat_template`; by
-            default with the template of this package.
-
-    Raises:
-        `ValueError`: if the template writes the tools elsewhere.
-    """
-
-    def begin(content: str | None, tools: list[dict[str, Any]] | None = None) -> str:
-        messages = [] if content is None else [{"role": "system", "content": content}]
-        return render([*messages, {"role": "user", "content": "?"}], tools=tools)
-
-    described = begin(system, tools)
-    if described == begin(system):
-        return tools_message(tools, system)
-    before, after = begin("<system>").split("<system>")
-    content = described.removeprefix(before).removesuffix(after)
-    if begin(content) != described:
-        raise UserError(
-            "The tokenizer's chat template does not describe tools within a system message, so the tools of the tasks "
-            "cannot be written into their prompts. Pass functions by --tools, or write the tools into the prompts."
-        )
-    return content
-
-
-def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
-    """Return the JSON schema of a tool with the given properties."""
-    schema = {
-        "type": "object",
-        "properties": {key: {"type": kind} for key, kind in properties.items()},
-        "required": list(properties),
-    }
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
-
-
-TOOLS = [
-    _tool("get_weather", "The weather in a city.", city="string"),
-    _tool("set_timer", "Starts a timer.", minutes="integer"),
-    _tool("translate", "Translates a word.", word="string", language="string"),
-]
-_CITIES = ["Beijing", "Paris", "London", "Tokyo", "Berlin", "Rome", "Madrid", "Moscow"]
-_WORDS = ["river", "green", "apple", "house", "music", "friend", "winter", "bread"]
-_LANGUAGES = ["French", "German", "Spanish", "Italian"]
 
 
 # Embedded tasks: generators of rows, each with the `origins` of the documents behind it.
@@ -179,47 +116,20 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
         }
 
 
-def _tool_calls(generator: random.Random, *, render: Callable[..., str] = _render_ours) -> Iterator[dict[str, Any]]:
-    """Yield random requests that one of `TOOLS` serves, without end; `render` as in [`tools_message`]."""
-    while True:
-        city, word, language = map(generator.choice, (_CITIES, _WORDS, _LANGUAGES))
-        minutes = generator.randint(1, 60)
-        content, name, arguments = generator.choice(
-            [
-                (f"What is the weather in {city}?", "get_weather", {"city": city}),
-                (f"Set a timer for {minutes} minutes.", "set_timer", {"minutes": minutes}),
-                (f"What is {word} in {language}?", "translate", {"word": word, "language": language}),
-            ]
-        )
-        tools = generator.sample(TOOLS, len(TOOLS))
-        yield {
-            "prompt": [
-                {"role": "system", "content": tools_message(tools, render=render)},
-                {"role": "user", "content": content},
-            ],
-            "solution": [json.dumps({"name": name, "arguments": arguments})],
-            "tools": json.dumps(tools),
-        }
-
-
 EMBEDDED_TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
     "answer-format": _answer_formats,
     "arithmetic": _arithmetic,
-    "tool-call": _tool_calls,
 }
 # Columns that every embedded task and every task in MiniMind's format has, so that all kinds fit into one table.
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
 
-def _load_embedded_tasks(
-    name: str, seed: int, render: Callable[..., str]
-) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of one embedded kind, each with the origins of the documents behind it."""
     task = name.removeprefix("embedded:")
     check_word("--dataset_name", name, [f"embedded:{task}" for task in EMBEDDED_TASKS])
     # With the name in the seed, each kind of task gets a different random sequence.
-    options = {"render": render} if task == "tool-call" else {}
-    rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"), **options)
+    rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
     # `zip` with a range also ends generators that never end themselves.
     for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
         # The split of tasks without documents hashes their prompt.
@@ -230,9 +140,7 @@ def _load_embedded_tasks(
 # Tasks from files and the Hub.
 
 
-def read_task(
-    record: Any, *, describe_tools: bool = True, render: Callable[..., str] = _render_ours
-) -> dict[str, Any]:
+def read_task(record: Any) -> dict[str, Any]:
     """
     Read the task of one record, in TRL's or MiniMind's format.
 
@@ -242,8 +150,6 @@ def read_task(
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`.
-        describe_tools (`bool`, defaults to `True`): write the tools into the system message.
-        render (`Callable`, *optional*): the chat template that describes them ([`tools_message`]).
 
     Raises:
         `BadRecord`: if the record has neither format.
@@ -257,28 +163,23 @@ def read_task(
     if "prompt" in record:
         prompt = messages_in(record["prompt"], "prompt")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return {**record, "prompt": _read_prompt(messages, "prompt")[0]}
+        prompt, tools = _read_prompt(messages, "prompt")
+        return {**record, "prompt": prompt} | ({} if tools is None else {"tools": tools})
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
     conversation = messages_in(record["conversations"], "conversations")
     if not isinstance(conversation, list) or len(conversation) < 2:
         raise BadRecord("`conversations` holds no prompt with an answer; write a list of messages")
     # MiniMind's last message is an answer, which the policy replaces by its own.
-    prompt, schemas = _read_prompt(conversation[:-1], "conversations")
-    tools = None
-    if schemas is not None:
-        tools = write_json(schemas)
-        if describe_tools:
-            system = prompt.pop(0)["content"] if prompt[0]["role"] == "system" else None
-            prompt.insert(0, {"role": "system", "content": tools_message(schemas, system, render=render)})
+    prompt, tools = _read_prompt(conversation[:-1], "conversations")
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
 
 
-def _read_prompt(messages: Any, name: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def _read_prompt(messages: Any, name: str) -> tuple[list[dict[str, Any]], str | None]:
     """
-    Return messages in the internal form, with the arguments of tool calls as JSON text.
+    Return messages in the internal form, and their tools, with the tools and the arguments of calls as JSON text.
 
     As nested columns of a table, the arguments would get the names of all other calls.
     """
@@ -288,31 +189,36 @@ def _read_prompt(messages: Any, name: str) -> tuple[list[dict[str, Any]], list[A
     for message in read:
         for call in message.get("tool_calls", []):
             call["arguments"] = write_json(call["arguments"])
-    return read, tools
+    if tools is None:
+        return read, None
+    read[0]["tools"] = write_json(tools)
+    return read, read[0]["tools"]
 
 
 def _load_tasks(
     name: str,
     seed: int,
-    describe_tools: bool,
-    render: Callable[..., str],
+    vary: Callable[[dict[str, Any]], dict[str, Any]],
     rejected: RejectedLines,
     check: Callable[[dict[str, Any]], None] | None,
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Load the tasks of one name, each with the texts whose hashes decide between training and validation."""
     rows: list[tuple[dict[str, Any], list[str]]] = []
     if re.match(r"embedded(:|$)", name):
-        return list(_load_embedded_tasks(name, seed, render))
+        return [(vary(task), origins) for task, origins in _load_embedded_tasks(name, seed)]
     for source in find_sources(name) or [name]:
         if not is_hub_dataset(source) and file_format(Path(source)) not in (".jsonl", ".json"):
             raise UserError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
         for line, record in parse_source(source, text_column=None):
             rejected.num_lines += 1
             try:
-                task = read_task(record, describe_tools=describe_tools, render=render)
+                task = read_task(record)
+                # The split must not depend on the system message that `vary` adds.
+                origins = [json.dumps(task["prompt"])]
+                task = vary(task)
                 if check is not None:
                     check(task)
-                rows.append((task, [json.dumps(task["prompt"])]))
+                rows.append((task, origins))
             except BadRecord as error:
                 rejected.add(source, line, error.reason)
     rejected.check_ratio()
@@ -326,8 +232,7 @@ def load_tasks(
     *,
     validation_fraction: float = 0.01,
     seed: int = 42,
-    describe_tools: bool = True,
-    render: Callable[..., str] = _render_ours,
+    add_system_ratio: float = 0.0,
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
@@ -342,10 +247,8 @@ def load_tasks(
         dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or
             a Hub id, with records in a format of [`read_task`].
         validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
-        seed (`int`, defaults to 42): seed of the embedded tasks.
-        describe_tools (`bool`, defaults to `True`): write the tools of MiniMind's records into the system message. If
-            the trainer can call the tools, the chat template describes them instead.
-        render (`Callable`, *optional*): the chat template that describes the tools of tasks ([`tools_message`]).
+        seed (`int`, defaults to 42): seed of the embedded tasks and of the random system messages.
+        add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
         max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines.
         check (`Callable`, *optional*): raises `BadRecord` for a task of the user that is unfit for training.
@@ -357,7 +260,12 @@ def load_tasks(
         `ValueError`: if a name leads to no task, too many lines are bad, or the training set is empty.
     """
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
-    reading = (seed, describe_tools, render, rejected, check)
+
+    def vary(task: dict[str, Any]) -> dict[str, Any]:
+        tools = task["prompt"][0].get("tools")
+        return task | {"prompt": add_system_message(task["prompt"], tools, seed=seed, ratio=add_system_ratio)}
+
+    reading = (seed, vary, rejected, check)
     loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
     rows, origins = zip(*loaded, strict=True)
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..model.loss import prediction_weights
@@ -28,6 +27,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
 from ..tokenizer.pretrained import load_tokenizer
+from ..training.deepspeed_support import whole_weights
 from ..training.masked_loss_trainer import MaskedLossTrainer
 from ..training.measurements import num_active_parameters
 from ..training.resume_check import digest_weights
@@ -79,16 +79,9 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
             missing or differs from the student's; if it attends across documents in packed rows.
     """
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
-    # NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. The teacher has no engine that
-    # could gather its shards, so load it without that config. transformers has no public getter for the config.
-    reference = deepspeed_integration._hf_deepspeed_config_weak_ref
-    config = reference() if reference is not None else None
-    deepspeed_integration.unset_hf_deepspeed_config()
-    with as_user_errors():
+    with whole_weights(), as_user_errors():
         # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
         teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
-    if config is not None:
-        deepspeed_integration.set_hf_deepspeed_config(config)
     if isinstance(teacher, MiniMindForCausalLM):
         teacher.set_attn_implementation("packed")
     # Without dropout, the teacher gives the same answers on every rank.

@@ -23,6 +23,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ..data.draws import check_ratio
 from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
 from ..data.preparation import PreparedData
@@ -31,6 +32,7 @@ from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..tokenizer.control_tokens import template_errors, thinking_variables
 from ..training.resume_check import digest_weights
 from ..training.training_arguments import LMTrainingArguments
+from .record_template import RecordTemplate, tools_of
 from .rewards import REWARDS, answer_of, check_task
 from .trl_support import RouterLossMixin
 
@@ -53,12 +55,15 @@ class TaskArguments:
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded:answer-format"],
         metadata={
-            "help": "One or more of embedded:answer-format, embedded:arithmetic, embedded:tool-call, a "
-            "path, glob or directory of JSONL, a Hub id."
+            "help": "One or more of embedded:answer-format, embedded:arithmetic, a path, glob "
+            "or directory of JSONL, a Hub id."
         },
     )
     validation_fraction: float = field(
         default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
+    )
+    add_system_ratio: float = field(
+        default=0.0, metadata={"help": "Share of the prompts that get a random system message; MiniMind takes 0.2."}
     )
     max_rejected_ratio: float = field(
         default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
@@ -77,34 +82,34 @@ class TaskArguments:
         default=None, metadata={"help": "module.path:Class of an environment that has reset(), and tools as methods."}
     )
 
+    def __post_init__(self):
+        check_ratio("--add_system_ratio", self.add_system_ratio)
+
     def load_tasks(
         self,
         training_args: "GRPOTrainingArguments",
         tokenizer: PreTrainedTokenizerFast,
         *,
         check: Callable[[dict[str, Any]], None],
-        describe_tools: bool,
     ) -> PreparedData:
         """
         Load the tasks by [`~data.reward_tasks.load_tasks`].
 
         Args:
-            training_args ([`GRPOTrainingArguments`]): gives the seed, the variables of the chat template, and the
-                directory of `rejected.jsonl`, which only the main process writes.
-            tokenizer ([`PreTrainedTokenizerFast`]): its chat template describes the tools of tasks.
-            check (`Callable`), describe_tools (`bool`): as in [`~data.reward_tasks.load_tasks`].
+            training_args ([`GRPOTrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only
+                the main process writes.
+            tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the run.
+            check (`Callable`): as in [`~data.reward_tasks.load_tasks`].
 
         Raises:
             `ValueError`: in the cases of [`~data.reward_tasks.load_tasks`].
         """
-        variables = training_args.chat_template_kwargs or {}
         is_main = training_args.process_index == 0
         train, validation = load_tasks(
             self.dataset_name,
             validation_fraction=self.validation_fraction,
             seed=training_args.seed,
-            describe_tools=describe_tools,
-            render=partial(tokenizer.apply_chat_template, tokenize=False, **variables),
+            add_system_ratio=self.add_system_ratio,
             max_rejected_ratio=self.max_rejected_ratio,
             rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
             check=check,
@@ -140,6 +145,13 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         default=None,
         metadata={"help": "Whether the model reasons before it answers; by default the template decides."},
     )
+    thinking_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the prompts that ask for a thought; the others get an empty <think> block. MiniMind "
+            "takes 0.9, and 0.1 for tools."
+        },
+    )
     normalize_advantages: bool = field(
         default=False, metadata={"help": "RLOO: normalise the advantages of a batch to mean 0, deviation 1."}
     )
@@ -163,7 +175,9 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
                 "which loses small updates. Add --bf16 false."
             )
-        if variables := thinking_variables(self.enable_thinking):
+        check_ratio("--thinking_ratio", self.thinking_ratio, self.enable_thinking)
+        # With a ratio, `RecordTemplate` replaces these variables in the prompts that ask for a thought.
+        if variables := thinking_variables(self.enable_thinking if self.thinking_ratio is None else False):
             self.chat_template_kwargs = (self.chat_template_kwargs or {}) | variables
 
     @property
@@ -205,14 +219,15 @@ def task_check(
 
     def check(task: dict[str, Any]) -> None:
         check_task(rewards, task)
+        own = tools_of(task["prompt"])
+        unknown = {tool["function"]["name"] for tool in own or []} - {tool.__name__ for tool in tools or []}
+        if tools and unknown:
+            raise BadRecord(f"it offers the tool {min(unknown)}, which is not in --tools; add it, or drop the line")
+        how = {"add_generation_prompt": True, "return_dict": False, **(chat_template_kwargs or {})}
         with template_errors(task["prompt"]):
-            prompt = tokenizer.apply_chat_template(
-                task["prompt"],
-                tools=tools,
-                add_generation_prompt=True,
-                return_dict=False,
-                **chat_template_kwargs or {},
-            )
+            prompt = tokenizer.apply_chat_template(task["prompt"], tools=own or tools, **how)
+            if own and prompt == tokenizer.apply_chat_template(task["prompt"], **how):
+                raise UserError("it describes no tools, but the task has some")
         if len(prompt) > max_prompt_length:
             raise BadRecord(
                 f"the prompt is longer than the {max_prompt_length} tokens that --max_completion_length leaves of the "
@@ -237,22 +252,26 @@ def _copy(model: PreTrainedModel) -> PreTrainedModel:
     return twin.to(model.device).eval()
 
 
-def _parse_response(parse: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _parse_response(
+    parse: Callable[..., dict[str, Any]], decode: Callable[..., str], ids: list[int], **kwargs: Any
+) -> dict[str, Any]:
     """
-    Parse a completion, and raise `ValueError` for one that TRL cannot process further.
+    Parse a completion into a message that also has its `text`, and raise `ValueError` for one that TRL cannot process
+    further.
 
     NOTE: TRL treats a completion as plain text only if its parser raises a `ValueError`. But nested brackets raise a
     `RecursionError`, here or later, when TRL copies or renders the call. Half of a surrogate pair cannot be tokenized.
     """
     try:
-        message = parse(*args, **kwargs)
+        message = parse(ids, **kwargs)
         json.dumps(message, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("The completion has too many brackets.") from error
     calls = json.dumps(message.get("tool_calls"))
     if calls.count("[") + calls.count("{") > MAX_BRACKETS:
         raise ValueError("The tool calls have too many brackets.")
-    return message
+    # The parts do not tell whether the thought was closed, nor how often. Some rewards need to know.
+    return message | {"text": decode(ids, skip_special_tokens=True)}
 
 
 class _OnlineTrainer(RouterLossMixin):
@@ -269,8 +288,15 @@ class _OnlineTrainer(RouterLossMixin):
         if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
             # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
-        # Replace the method of this object: TRL calls it on the tokenizer that it gets.
-        tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response)
+        # Replace the methods of this object: TRL calls them on the tokenizer that it gets.
+        tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response, tokenizer.decode)
+        tokenizer.apply_chat_template = RecordTemplate(
+            tokenizer.apply_chat_template,
+            thinking_ratio=args.thinking_ratio,
+            seed=args.seed,
+            # An environment brings its own tools.
+            reads_tools=kwargs.get("environment_factory") is None,
+        )
         # With beta = 0, TRL's constructor loads no reference model. Ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
         if needs_reference:

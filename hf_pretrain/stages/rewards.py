@@ -5,18 +5,18 @@ A completion is a list of messages, or text. The columns are the columns of the 
 means that a reward does not apply to a row, so a run can mix several kinds of tasks with several rewards.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from ..data.formats import BadRecord
 from ..data.reward_tasks import ANSWER_FORMATS
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
+from . import rule_rewards
+from .reward_models import load_reward_model
+from .rule_rewards import Completion, turns_of
 from .tools import load_object, read_schemas
 
 
@@ -26,8 +26,6 @@ PARTIAL_CREDIT = 0.2
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
 # A number with or without a unit beside it: 3.1069km, USD36.05.
 _QUANTITY = re.compile(r"(?:(?<![\w.])[-+])?(?<![\d.])\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|\.\d)", re.ASCII)
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-Completion = str | list[dict[str, Any]]
 
 
 def answer_of(completion: Completion) -> str:
@@ -97,7 +95,7 @@ def solution_reward(completion: Completion, solution: Any = None, **row: Any) ->
     """
     values = _values(solution)
     # A value that the model only passes to a tool is not an answer.
-    answer = _written_calls(answer_of(completion))[1].replace(",", "")
+    answer = rule_rewards.split_calls(answer_of(completion))[1].replace(",", "")
     numbers = [float(number) for number in _QUANTITY.findall(answer)]
     found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
     return sum(found) / len(values) if values else None
@@ -118,63 +116,31 @@ def _holds(answer: str, numbers: list[float], value: str) -> bool:
     return value != "" and value.lower() in answer.lower()
 
 
+def _rule(score: Callable[[str], float]) -> Callable[..., list[float | None]]:
+    """Turn a rule for the text of an answer into a reward function of TRL."""
+
+    @wraps(score)
+    def reward(completion: Completion, **row: Any) -> float:
+        return score(turns_of(completion)[-1])
+
+    return _by_row(reward)
+
+
 @_by_row
-def tool_call_reward(
-    completion: Completion, tools: str | None = None, solution: Any = None, task: str | None = None, **row: Any
-) -> float | None:
-    """
-    Return 0.25 for exactly one `<tool_call>` that parses, 0.5 if it names a tool, with all its required arguments
-    and no unknown ones, and 1 if name and arguments also equal the solution or there is no solution to compare with.
-    """
-    if tools is None or task not in (None, "tool-call"):
-        return None
-    parameters = {}
-    for function in (tool["function"] for tool in read_schemas(tools)):
-        schema = function.get("parameters") or {}
-        parameters[function["name"]] = set(schema.get("required") or ()), set(schema.get("properties") or ())
-    # Tasks from users' files have no kind and may have several correct calls, so only the form of a call counts.
-    expected = [json.loads(value) for value in _values(solution)] if task is not None else []
-    calls = _tool_calls(completion)
-    if len(calls) != 1:
-        return 0.0
-    required, known = parameters.get(calls[0]["name"], (set(), set()))
-    arguments = calls[0]["arguments"]
-    if calls[0]["name"] not in parameters or not isinstance(arguments, dict):
-        return 0.25
-    if not required <= arguments.keys() <= known:
-        return 0.25
-    # Compare parsed JSON: the order of keys and white space do not matter.
-    return 1.0 if not expected or calls[0] == expected[0] else 0.5
-
-
-def _written_calls(text: str) -> tuple[list[str], str]:
-    """Return the contents of the tool calls in a text, and the text without them."""
-    # After the last end tag there is no complete call. Searching there from each start tag would take quadratic time.
-    end = text.rfind("</tool_call>") + len("</tool_call>") if "</tool_call>" in text else 0
-    return _TOOL_CALL.findall(text[:end]), _TOOL_CALL.sub("", text[:end]) + text[end:]
-
-
-def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
-    """Return the tool calls of a completion, parsed by TRL or not. Return an empty list if one is malformed."""
-    message = {} if isinstance(completion, str) else next((m for m in completion if m.get("tool_calls")), {})
-    # TRL parses calls into the message if the tokenizer has a response template. Otherwise the text contains them.
-    calls = [call.get("function", call) for call in message.get("tool_calls", [])]
-    try:
-        calls += [json.loads(text) for text in _written_calls(answer_of(completion))[0]]
-    except (ValueError, RecursionError):
-        # The text is not JSON, or has numbers with too many digits or too many nested brackets.
-        return []
-    is_whole = all(
-        isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call for call in calls
-    )
-    return [{"name": call["name"], "arguments": call["arguments"]} for call in calls] if is_whole else []
+def agent_reward(completion: Completion, tools: str | None = None, solution: Any = None, **row: Any) -> float:
+    """Return MiniMind's reward of a rollout with tools, [`~stages.rule_rewards.agent`]."""
+    return rule_rewards.agent(turns_of(completion), read_schemas(tools) if tools else [], _values(solution))
 
 
 REWARDS: dict[str, Callable[..., list[float | None]]] = {
     "format": format_reward,
     "arithmetic": arithmetic_reward,
     "solution": solution_reward,
-    "tool_call": tool_call_reward,
+    "length": _rule(rule_rewards.length),
+    "thought_length": _rule(rule_rewards.thought_length),
+    "closed_thought": _rule(rule_rewards.closed_thought),
+    "repetition": _rule(rule_rewards.repetition),
+    "agent": agent_reward,
 }
 
 
@@ -188,44 +154,24 @@ def check_task(functions: list[Any], task: dict[str, Any]) -> None:
                 raise BadRecord(f"--rewards {name} cannot use this task ({error}); mend or drop the line") from error
 
 
-def load_reward_functions(names: list[str]) -> list[Callable[..., list[float | None]] | str]:
+def load_reward_functions(
+    names: list[str], *, trust_remote_code: bool = False
+) -> list[Callable[..., list[float | None]] | str]:
     """
     Return reward functions by name.
 
     A name is a key of `REWARDS`, `module.path:function` (modules in the current directory included), or the directory
-    or Hub id of a reward model, `owner/model`, which TRL loads itself.
+    or Hub id of a reward model, `owner/model` ([`~stages.reward_models.load_reward_model`]).
 
     Raises:
-        `UserError`: if nothing has such a name, or a model is no sequence classifier with one label.
+        `UserError`: if nothing has such a name, or a model gives no score.
     """
     loaded: list[Any] = []
     for name in names:
         if name in REWARDS:
             loaded.append(REWARDS[name])
         elif ":" not in name and "/" in name:
-            _check_reward_model(name)
-            loaded.append(name)
+            loaded.append(load_reward_model(name, trust_remote_code=trust_remote_code))
         else:
             loaded.append(load_object(name, flag="--rewards", known=REWARDS))
     return loaded
-
-
-def _check_reward_model(name: str) -> None:
-    """
-    Raise `ValueError` for a model that is no sequence classifier with one label.
-
-    transformers loads every other model with a random head, which would give random rewards, or fails.
-    """
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(name)
-    except OSError as error:
-        raise UserError(f"--rewards {name} is no reward model that can be read: {error}") from error
-    architectures = ", ".join(config.get("architectures") or ["of no known architecture"])
-    # A config without names for its labels has two.
-    num_labels = len(config.get("id2label") or range(2))
-    if not architectures.endswith("ForSequenceClassification") or num_labels != 1:
-        raise UserError(
-            f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
-            f"{architectures} with {num_labels} labels. Pass another one, or a function (module.path:function) that "
-            "calls this model."
-        )

@@ -2,12 +2,15 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.utils import other
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.utils import strtobool
 
 from ..runtime.errors import UserError
@@ -22,6 +25,22 @@ other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
 def turns_on_deepspeed(args: TrainingArguments) -> bool:
     """Return whether `--deepspeed`, or `accelerate launch` by an environment variable, turns DeepSpeed on."""
     return bool(args.deepspeed) or bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
+
+
+@contextmanager
+def whole_weights() -> Iterator[None]:
+    """
+    Load models within the block whole on every rank.
+
+    NOTE: while a ZeRO-3 config is registered, `from_pretrained` shards every model. A teacher or reward model has no
+    engine that could gather its shards. transformers has no public getter for the config.
+    """
+    reference = deepspeed_integration._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    deepspeed_integration.unset_hf_deepspeed_config()
+    yield
+    if config is not None:
+        deepspeed_integration.set_hf_deepspeed_config(config)
 
 
 def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:

@@ -1,5 +1,6 @@
 """GRPO and RLOO on toy models: the router loss by its formula, the reference model, tools, and the recipe."""
 
+import copy
 import json
 import math
 import re
@@ -11,14 +12,22 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers.utils import get_json_schema
 
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.data.reward_tasks import TOOLS
+from hf_pretrain.data.encoding import EMPTY_THOUGHT
+from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
-from hf_pretrain.stages.rewards import tool_call_reward
+from hf_pretrain.stages.reinforcement import (
+    ALGORITHMS,
+    GRPOTrainingArguments,
+    MiniMindGRPOTrainer,
+    TaskArguments,
+    task_check,
+)
+from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.stages.tools import calculator
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
@@ -340,6 +349,54 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(to
     assert means == "tools" or entry["rewards/Desk/mean"] == 1.0
 
 
+def test_each_rollout_has_the_tools_and_the_thinking_of_its_record(tokenizer, tmp_path):
+    """Replace only the sampling, and look at what the model would read, before and after the result of a tool."""
+    schemas = [get_json_schema(tool) for tool in MINIMIND_TOOLS]
+    subsets = [schemas[number % 6 : number % 6 + 2] for number in range(60)]
+    prompts = [
+        [{"role": "user", "content": f"Sky {number}?", "tools": json.dumps(subset) if number % 2 else None}]
+        for number, subset in enumerate(subsets)
+    ]
+    model = make_model(max_position_embeddings=4096)
+    flags = {"thinking_ratio": 0.5, "max_completion_length": 2000, "max_tool_calling_iterations": 2}
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer={"tools": MINIMIND_TOOLS}, **flags)
+    read: list[list[str]] = []
+    reply = tokenizer.encode(f"<tool_call>\n{CALL % '1'}\n</tool_call><|im_end|>", add_special_tokens=False)
+
+    def sample(prompt_ids, *args, **kwargs):
+        read.append(tokenizer.batch_decode(prompt_ids))
+        return [reply] * len(prompt_ids), None
+
+    trainer._generate_single_turn = sample
+    trainer._sync_tool_dicts = [{tool.__name__: tool for tool in MINIMIND_TOOLS}] * len(prompts)
+    trainer._async_tool_dicts = [{}] * len(prompts)
+    trainer._generate(prompts)
+    for number, text in enumerate(read[0]):
+        offered = re.findall(r'"function", "function": {"name": "(\w+)"', text)
+        assert offered == [tool["function"]["name"] for tool in (subsets[number] if number % 2 else schemas)]
+    # A prompt without the empty thought asks for a thought.
+    thinks = [not text.endswith(EMPTY_THOUGHT) for text in read[0]]
+    assert 18 < sum(thinks) < 42 and len(read) == 3
+    for texts in read[1:]:
+        assert all("<tool_response>" in text for text in texts)
+        assert [not text.endswith(EMPTY_THOUGHT) for text in texts] == thinks
+    # Neither the order nor the batch matters.
+    again = [tokenizer.decode(trainer._tokenize_prompts([prompt])[0][0]) for prompt in reversed(prompts)]
+    assert again == read[0][::-1]
+
+
+def test_tasks_whose_tools_the_model_could_not_use_are_refused(tokenizer):
+    prompt = [{"role": "user", "content": "Sky?", "tools": json.dumps([get_json_schema(calculator)])}]
+    how = {"max_prompt_length": 4000}
+    task_check([], tokenizer, tools=[calculator], **how)({"prompt": prompt})
+    with pytest.raises(BadRecord, match="offers the tool calculator, which is not in --tools"):
+        task_check([], tokenizer, tools=MINIMIND_TOOLS, **how)({"prompt": prompt})
+    mute = copy.deepcopy(tokenizer)
+    mute.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(UserError, match="describes no tools"):
+        task_check([], mute, **how)({"prompt": prompt})
+
+
 BRACKETS = "[" * 100_000
 CALL = '{"name": "get_current_weather", "arguments": {"location": %s}}'
 
@@ -365,8 +422,8 @@ def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
     trainer._async_tool_dicts = [{}] * len(texts)
     prompts = [[{"role": "user", "content": "Weather?"}] for _ in texts]
     completions = trainer._generate(prompts)[3]
-    rewards = tool_call_reward(completions, tools=[json.dumps(TOOLS)] * len(texts))
-    assert len(rewards) == len(texts) and max(rewards) <= 0.25
+    rewards = agent_reward(completions, solution=[["5"]] * len(texts))
+    assert len(rewards) == len(texts) and max(rewards) <= 0.5
     # The model called one tool.
     if tools:
         assert [message["role"] for message in completions[-1]][:2] == ["assistant", "tool"]

@@ -2,25 +2,32 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers.utils import get_json_schema
 
+from examples.agent_tools import TOOLS as FUNCTIONS
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.reward_tasks import EMBEDDED_TASKS, TOOLS, load_tasks, read_task, tools_message
-from hf_pretrain.stages.reinforcement import task_check
+from hf_pretrain.data.reward_tasks import EMBEDDED_TASKS, load_tasks, read_task
+from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, MiniMindGRPOTrainer, task_check
 from hf_pretrain.stages.rewards import (
     REWARDS,
+    agent_reward,
     arithmetic_reward,
     format_reward,
     load_reward_functions,
     solution_reward,
-    tool_call_reward,
 )
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import toy_model, write_jsonl
+
+
+TOOLS = [get_json_schema(function) for function in FUNCTIONS]
 
 
 def says(*texts: str) -> list[list[dict]]:
@@ -79,38 +86,58 @@ def test_a_number_of_the_solution_may_have_a_unit_but_counts_as_a_whole(answer, 
     assert solution_reward(says(answer), solution=[[target]]) == [float(is_found)]
 
 
+# MiniMind's rules, with the values of its `calculate_rewards` in train_grpo.py and train_agent.py (August 2026)
+
+THOUGHT = "The question is about the sky, so colours."
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("Blue.", -0.5),
+        ("The sky is blue because of the air.", 0.5),
+        (f"{THOUGHT}\n</think>\n\nThe sky is blue.", 1.75),
+        ("Hm.</think>The sky is blue. The sky is blue. The sky is blue!", -0.25),
+        (f"{THOUGHT}</think>Blue.</think>", 1.25),
+        ("<think>\n" + "long " * 80 + "</think>\n\n天空是蓝色的，天空是蓝色的，因为空气。", 0.25),
+        ("na " * 300, -1.0),
+    ],
+)
+def test_the_rules_for_answers_equal_minimind(text, reward):
+    # TRL's message may lack the closing mark, so the text decides.
+    parsed = [[{"role": "assistant", "content": "", "reasoning_content": text, "text": text}]]
+    for completions in (text,), parsed:
+        given = [
+            REWARDS[name](completions)[0] for name in ("length", "thought_length", "closed_thought", "repetition")
+        ]
+        assert sum(given) == pytest.approx(reward, abs=1e-6)
+
+
 def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+WEATHER, MATH = call("get_current_weather", location="Paris"), call("calculate_math", expression="6*7")
+
+
 @pytest.mark.parametrize(
-    ("answer", "reward"),
+    ("turns", "targets", "reward"),
     [
-        (call("set_timer", minutes=5), 1.0),
-        (call("set_timer", minutes=6), 0.5),
-        (call("get_weather", city="Rome"), 0.5),
-        (call("set_timer", minutes="5"), 0.5),
-        (call("set_timer"), 0.25),
-        (call("set_timer", minutes=5, loud=True), 0.25),
-        (call("set_alarm", minutes=5), 0.25),
-        (call("set_timer", minutes=5) * 2, 0.0),
-        ("<tool_call>{set_timer}</tool_call>", 0.0),
-        ("Five minutes.", 0.0),
+        ([WEATHER, "It is 10°C in Paris, and cloudy."], ["10", "Cloudy"], 2.0),
+        ([MATH + WEATHER, "42, and 10°C."], ["42"], 2.0),
+        ([WEATHER], ["10"], -0.0357143),
+        ([call("get_current_weather"), "I see 110."], ["10", "7"], -0.25),
+        ([WEATHER + "</tool_call>", WEATHER + "<tool_call>", "so so so so so so so"], ["10"], -2.0),
+        (["Hello!"], [], 0.5),
+        ([f"{THOUGHT}</think>Hi <tool_call>"], ["3"], 1.25),
+        ([call("set_alarm") * 9, "?"], [], -3.0),
+        ([MATH, "The result is 42.0, not 1,042."], ["42", "1042", "42"], -0.1666667),
     ],
 )
-def test_a_tool_call_parses_fits_and_is_right(answer, reward):
-    columns = {"tools": [json.dumps(TOOLS)], "task": ["tool-call"]}
-    solution = [[json.dumps({"name": "set_timer", "arguments": {"minutes": 5}})]]
-    assert tool_call_reward(says(answer), solution=solution, **columns) == [reward]
-
-
-# Calls as a model may write them and as a parser may read them
-
-
-ALL_COLUMNS = {
-    **{"answer_format": ["sentence"], "solution": [['{"name": "set_timer", "arguments": {"minutes": 5}}']]},
-    **{"tools": [json.dumps(TOOLS)], "task": ["tool-call"]},
-}
+def test_the_reward_of_agents_equals_minimind(turns, targets, reward):
+    rollout = [message for turn in turns for message in ({"role": "assistant", "text": turn}, {"role": "tool"})]
+    given = agent_reward([rollout[:-1]], tools=[json.dumps([TOOLS[0], TOOLS[2]])], solution=[targets])
+    assert given == [pytest.approx(reward, abs=1e-6)]
 
 
 @pytest.mark.timeout(60)
@@ -127,20 +154,16 @@ ALL_COLUMNS = {
     ids=lambda answer: answer[:40],
 )
 def test_any_text_gets_a_reward_in_little_time(answer):
-    assert tool_call_reward(says(answer), **ALL_COLUMNS) == [0.0]
+    columns = {"tools": [json.dumps(TOOLS)], "solution": [["5"]]}
+    assert agent_reward(says(answer), **columns)[0] <= 0.5 and REWARDS["repetition"](says(answer))[0] <= 0
     assert solution_reward(says(answer), solution=[["5"]]) == [0.0]
-    assert format_reward(says(answer), **ALL_COLUMNS)[0] < 0.2
+    assert format_reward(says(answer), answer_format=["sentence"])[0] < 0.2
     assert arithmetic_reward(says(answer), solution=[["12"]])[0] in (0.0, 0.2)
 
 
-def tools_with(parameters) -> str:
-    return json.dumps([{"type": "function", "function": {"name": "set_timer", "parameters": parameters}}])
-
-
 def test_rewards_leave_rows_of_other_tasks_alone():
-    columns = {"task": ["arithmetic", "tool-call"], "solution": [["3"], ["{}"]], "tools": [None, None]}
+    columns = {"task": ["arithmetic", "answer-format"], "solution": [["3"], ["4"]]}
     assert arithmetic_reward(says("3", "3"), **columns) == [1.0, None]
-    assert tool_call_reward(says("3", "3"), **columns) == [None, None]
 
 
 # Names
@@ -157,7 +180,7 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
 
 def save_classifier(path: Path, **fields) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=16, **sizes, **fields)).save_pretrained(path)
+    LlamaForSequenceClassification(LlamaConfig(**{"vocab_size": 16} | sizes | fields)).save_pretrained(path)
 
 
 def test_a_model_that_gives_no_single_score_is_no_reward(tmp_path):
@@ -171,12 +194,87 @@ def test_a_model_that_gives_no_single_score_is_no_reward(tmp_path):
     (tmp_path / "internlm2-1_8b-reward").mkdir()
     (tmp_path / "internlm2-1_8b-reward/config.json").write_text(json.dumps(internlm))
     for name, found in (
-        ("two-labels", "LlamaForSequenceClassification with 2 labels"),
-        ("policy", "MiniMindForCausalLM with 2 labels"),
-        ("internlm2-1_8b-reward", "InternLM2ForRewardModel with 2 labels"),
+        ("two-labels", "one label.*, and this one is LlamaForSequenceClassification with 2 labels. Pass"),
+        ("policy", "one label.*, and this one is MiniMindForCausalLM with 2 labels. Pass"),
+        ("internlm2-1_8b-reward", "add --trust_remote_code true"),
     ):
-        with pytest.raises(ValueError, match=rf"--rewards .*{name}: .* one label, and this one is {found}\. Pass"):
+        with pytest.raises(ValueError, match=rf"--rewards .*{name}.* {found}"):
             load_reward_functions([f"{tmp_path}/{name}"])
+
+
+SCORER = """
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class ScorerConfig(PreTrainedConfig):
+    model_type = "scorer"
+
+
+class ScorerForRewardModel(PreTrainedModel):
+    config_class = ScorerConfig
+    _tied_weights_keys = ["v_head.weight"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.v_head = nn.Linear(1, 1, bias=False)
+        self.register_buffer("table", torch.arange(9.0), persistent=False)
+        self.post_init()
+
+    def get_score(self, tokenizer, chat):
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert torch.is_inference_mode_enabled() or not torch.is_grad_enabled()
+        return self.v_head(self.table[-1:] * len(text)).item()
+"""
+
+
+def save_scorer(path: Path, tokenizer) -> None:
+    """Save a reward model like internlm2-1_8b-reward: its code scores, and its constructor computes a table."""
+    path.mkdir()
+    (path / "modeling_scorer.py").write_text(SCORER)
+    names = {"AutoConfig": "modeling_scorer.ScorerConfig", "AutoModel": "modeling_scorer.ScorerForRewardModel"}
+    config = {"model_type": "scorer", "architectures": ["ScorerForRewardModel"], "tie_word_embeddings": False}
+    (path / "config.json").write_text(json.dumps(config | {"auto_map": names}))
+    save_file({"v_head.weight": torch.tensor([[0.002]])}, path / "model.safetensors", {"format": "pt"})
+    tokenizer.save_pretrained(path)
+
+
+def test_reward_models_score_by_their_own_code_or_as_classifiers(tmp_path):
+    tokenizer = train_tokenizer(["text"], vocab_size=300)
+    save_scorer(tmp_path / "scorer", tokenizer)
+    save_classifier(tmp_path / "classifier", num_labels=1, vocab_size=300, pad_token_id=0)
+    tokenizer.save_pretrained(tmp_path / "classifier")
+    names = [f"{tmp_path}/scorer", f"{tmp_path}/classifier"]
+    with pytest.raises(ValueError, match="Read that code, then add --trust_remote_code true"):
+        load_reward_functions(names)
+    rewards = load_reward_functions(names, trust_remote_code=True)
+    prompt = [{"role": "user", "content": " Sky? ", "tools": None}]
+    chat = [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}]
+    score = 8 * 0.002 * len(tokenizer.apply_chat_template(chat, tokenize=False))
+    completions = ["Hm.</think> Blue. ", "long " * 200, call("set_timer")]
+    assert rewards[0]([prompt] * 3, completions) == [pytest.approx(score), 3.0, None]
+    trainer = MiniMindGRPOTrainer(
+        toy_model(vocab_size=300),
+        args=GRPOTrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            max_steps=1,
+            num_generations=2,
+            per_device_train_batch_size=2,
+            max_completion_length=4,
+            logging_steps=1,
+            save_strategy="no",
+            eval_strategy="no",
+        ),  # fmt: skip
+        reward_funcs=rewards,
+        train_dataset=Dataset.from_list([{"prompt": prompt}] * 2),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert {"rewards/scorer/mean", "rewards/classifier/mean"} <= trainer.state.log_history[0].keys()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +297,7 @@ def test_a_missing_reward_is_named(names, words):
 
 
 def test_embedded_tasks_are_the_same_for_the_same_seed():
-    names = ["embedded:arithmetic", "embedded:tool-call"]
+    names = ["embedded:arithmetic"]
     train, held_out = load_tasks(names, validation_fraction=0.1, seed=1)
     again, _ = load_tasks(names, validation_fraction=0.1, seed=1)
     assert train[:] == again[:]
@@ -211,59 +309,17 @@ def test_embedded_tasks_are_the_same_for_the_same_seed():
 
 @pytest.mark.parametrize("name", EMBEDDED_TASKS)
 def test_the_solution_of_every_embedded_task_gets_the_full_reward(name):
-    rewards = {"answer-format": "format", "arithmetic": "arithmetic", "tool-call": "tool_call"}
+    rewards = {"answer-format": "format", "arithmetic": "arithmetic"}
     (reward,) = load_reward_functions([rewards[name]])
     tasks, _ = load_tasks([f"embedded:{name}"], validation_fraction=0.0)
     if name == "answer-format":
         answers = ["It is so."] * len(tasks)
-    elif name == "tool-call":
-        answers = [f"<tool_call>\n{solution[0]}\n</tool_call>" for solution in tasks["solution"]]
     else:
         answers = [solution[0] for solution in tasks["solution"]]
     columns = {column: tasks[column] for column in tasks.column_names if column != "prompt"}
     assert set(reward(says(*answers), **columns)) == {1.0}
     wrong = set(reward(says(*["@"] * len(tasks)), **columns))
     assert max(wrong) < 0.2
-
-
-# A template in Qwen's words, like that of MiniMind-3.
-QWEN_LIKE = """{%- if tools -%}
-{{- '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') + '# Tools' -}}
-{%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}{{- '\\n</tools><|im_end|>\\n' -}}
-{%- elif messages[0].role == 'system' -%}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages if message.role != 'system' -%}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
-{%- endfor -%}"""
-WITHOUT_TOOLS = "{%- for message in messages -%}{{ message.role + ': ' + message.content + '\\n' }}{%- endfor -%}"
-TOOLS_LAST = WITHOUT_TOOLS + "{%- if tools -%}{{ 'Tools: ' ~ (tools | tojson) }}{%- endif -%}"
-
-
-@pytest.mark.parametrize("system", ["Help.", ""])
-def test_tools_of_a_task_are_described_by_the_tokenizers_template(tmp_path, system):
-    head = {"role": "system", "content": system, "tools": json.dumps(TOOLS)}
-    question = {"role": "user", "content": "Five minutes, please."}
-    record = {"conversations": [head, question, {"role": "assistant", "content": ""}], "gt": ["5"]}
-    (tmp_path / "agent.jsonl").write_text(json.dumps(record) + "\n")
-    names = [str(tmp_path / "agent.jsonl"), "embedded:tool-call"]
-    tokenizer = train_tokenizer(["text"], vocab_size=300)
-
-    def prompts(template: str) -> tuple[str, str]:
-        tokenizer.chat_template = template
-        render = partial(tokenizer.apply_chat_template, tokenize=False)
-        tasks, _ = load_tasks(names, validation_fraction=0.0, render=render)
-        return render(tasks[0]["prompt"]), render(tasks[1]["prompt"])
-
-    own, embedded = prompts(QWEN_LIKE)
-    assert own == tokenizer.apply_chat_template([head, question], tools=TOOLS, tokenize=False)
-    assert embedded.startswith("<|im_start|>system\n# Tools\n{") and embedded.count('"type": "function"') == 3
-    # A template that knows no tools gets the words of this package.
-    assert tools_message(TOOLS, system) in prompts(WITHOUT_TOOLS)[0]
-    with pytest.raises(
-        ValueError, match="does not describe tools within a system message.* Pass functions by --tools"
-    ):
-        prompts(TOOLS_LAST)
 
 
 def test_minimind_agent_records_become_tasks():
@@ -277,10 +333,8 @@ def test_minimind_agent_records_become_tasks():
     }
     task = read_task(record)
     assert [message["role"] for message in task["prompt"]] == ["system", "user"]
-    assert task["prompt"][0]["content"] == tools_message(TOOLS, "Help.")
+    assert task["prompt"][0]["content"] == "Help." and task["prompt"][0]["tools"] == task["tools"]
     assert task["solution"] == ["5", "timer"] and json.loads(task["tools"]) == TOOLS
-    # If the trainer renders the tools itself, the system message stays unchanged.
-    assert read_task(record, describe_tools=False)["prompt"][0]["content"] == "Help."
     plain = read_task({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]})
     assert plain["prompt"] == [{"role": "user", "content": "Hi"}] and plain["solution"] == []
 
@@ -323,11 +377,9 @@ UNUSABLE = {
         *({"prompt": "1+1?", "solution": wrong} for wrong in ("two", ["x"], {"a": 2}, True)),
         {"conversations": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": ""}], "gt": "two"},
     ],
-    "--rewards tool_call cannot use this task": [
+    "--rewards agent cannot use this task": [
         *({"prompt": "A?", "tools": tools} for tools in ("{", "3", "{}", "[1]", "[{}]", '[{"name": {}}]', 7)),
         {"prompt": "A?", "tools": "[" * 100_000},
-        *({"prompt": "A?", "tools": tools_with(wrong)} for wrong in (["x"], {"required": 3})),
-        {"prompt": "A?", "solution": "no JSON", "tools": json.dumps(TOOLS), "task": "tool-call"},
     ],
     "--rewards format cannot use this task": [
         *({"prompt": "A?", "answer_format": wrong} for wrong in ("poem", ["number"], 3))
