@@ -4,7 +4,7 @@
 # make pretrain GPUS=2 LAUNCHER=deepspeed DS=zero3         the deepspeed launcher
 # make pretrain GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2
 # make pretrain ARGS="--max_steps 100"                     any other flag of the recipe
-# make sft, then make dpo | distill | grpo                 the other stages, launched alike
+# make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
 # make race                                                compare the time to a validation loss with other programs
@@ -32,7 +32,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: pretrain sft dpo distill grpo chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: pretrain sft dpo reward distill grpo chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -44,11 +44,11 @@ LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER))
   $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 
 # Extras of pyproject.toml that single stages need.
-dpo grpo: $(VENV)/.installed-trl
+dpo reward grpo: $(VENV)/.installed-trl
 serve: $(VENV)/.installed-$(if $(findstring --web,$(ARGS)),web,serve)
 evaluate: $(VENV)/.installed-eval
 
-pretrain sft dpo distill grpo: $(VENV)/.installed
+pretrain sft dpo reward distill grpo: $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py $@ $(LAUNCH) $(ARGS)
 
 chat serve evaluate tokenizer: $(VENV)/.installed

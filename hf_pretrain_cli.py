@@ -36,7 +36,7 @@ _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
 TOOLS = ("chat", "serve", "generate", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
-STAGES = ("pretrain", "sft", "dpo", "distill", "grpo")
+STAGES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo")
 # Recipes that can run as several processes.
 LAUNCHED = (*STAGES, "evaluate")
 PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yaml") if path.parent.name != "base"))

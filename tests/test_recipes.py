@@ -22,6 +22,7 @@ from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.dpo import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
+from hf_pretrain.stages.reward_model import RewardTrainingArguments
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args, read_config
@@ -42,6 +43,7 @@ STAGES = {
     "pretrain": (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments),
     "sft": (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments),
     "dpo": (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments),
+    "reward": (ModelArguments, SourceArguments, RewardTrainingArguments),
     "distill": (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments),
     "grpo": (ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments),
 }
@@ -211,6 +213,10 @@ FLAGS_AND_LINES = {
     "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
     "dpo": (
         "--dataset_name pairs.jsonl",
+        [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}, [\d,]+ tokens/s"],
+    ),
+    "reward": (
+        "--dataset_name pairs.jsonl --save_strategy steps --save_steps 1",
         [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}, [\d,]+ tokens/s"],
     ),
     "grpo": (

@@ -33,7 +33,7 @@ HARMLESS = {"PYTEST_CURRENT_TEST", "PYTHONPATH", "DOUBLE_GRADIENT", "POISON", "C
 HARMLESS |= {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"}
 HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 # Their imports are those of most runs.
-RECIPES = ("pretrain", "sft", "distill", "dpo", "grpo", "evaluate")
+RECIPES = ("pretrain", "sft", "distill", "dpo", "reward", "grpo", "evaluate")
 # What runs import only when they need it.
 LIBRARIES = (
     "datasets.packaged_modules.generator.generator",

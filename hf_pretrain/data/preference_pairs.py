@@ -18,7 +18,11 @@ PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", 
 
 
 def load_pairs(
-    data_args: SourceArguments, training_args: TrainingArguments, tokenizer: PreTrainedTokenizerFast
+    data_args: SourceArguments,
+    training_args: TrainingArguments,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    are_whole: bool = False,
 ) -> PreparedData:
     """
     Return preferences as rows of token ids. The main process prepares them, and the other ranks read its cache.
@@ -28,6 +32,7 @@ def load_pairs(
         training_args ([`~stages.dpo.DPOTrainingArguments`]): gives the ranks, the seed, `max_length`, and the
             directory of `rejected.jsonl`.
         tokenizer ([`PreTrainedTokenizerFast`]): a chat template that does not mark assistant tokens gets the marks.
+        are_whole (`bool`): see [`prepare_pairs`].
 
     Raises:
         `ValueError`: in the cases of [`~data.documents.load_documents`], [`prepare_pairs`] and
@@ -38,19 +43,31 @@ def load_pairs(
     with training_args.main_process_first(desc="preparing the data"):
         documents = data_args.load_documents(training_args, schema="preference")
         (train, train_report), (validation, eval_report) = (
-            prepare_pairs(part, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
+            prepare_pairs(
+                part,
+                tokenizer,
+                max_length=training_args.max_length,
+                num_proc=data_args.num_proc,
+                are_whole=are_whole,
+            )
             for part in documents
         )
     report = [f"Training: {train_report}", f"Validation: {eval_report}"]
     print_report(report, training_args)
     data = PreparedData(tokenizer, report, data_args.dataset_name, "preferences", train)
     if len(validation):
-        data.eval, data.conversations = validation, documents[1]
+        # A reward model answers no questions.
+        data.eval, data.conversations = validation, None if are_whole else documents[1]
     return data
 
 
 def prepare_pairs(
-    documents: Dataset, tokenizer: PreTrainedTokenizerFast, *, max_length: int, num_proc: int | None = None
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_length: int,
+    num_proc: int | None = None,
+    are_whole: bool = False,
 ) -> tuple[Dataset, str]:
     """
     Tokenize preferences. The result is cached by content.
@@ -61,6 +78,8 @@ def prepare_pairs(
         max_length (`int`): maximum number of tokens in a row. The collator truncates longer answers. A pair is
             dropped if its prompt leaves no room for an answer, or if the answers are equal within `max_length`.
         num_proc (`int`, *optional*): number of processes that tokenize.
+        are_whole (`bool`): give whole conversations as `chosen_ids` and `rejected_ids`, as the chat template renders
+            them, and drop a pair with a longer one. A reward model reads its score at the end.
 
     Returns:
         `tuple`: a [`Dataset`] with `prompt_ids`, `chosen_ids` and `rejected_ids`, and a report for the user. An answer
@@ -71,11 +90,17 @@ def prepare_pairs(
         `ValueError`: if no pair is left, or the template cannot render a pair.
     """
     # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
-    key = (documents._fingerprint, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, max_length)
+    key = (
+        documents._fingerprint,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        max_length,
+        are_whole,
+    )
     pairs = documents.map(
         _encode_batch,
         batched=True,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length},
+        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "are_whole": are_whole},
         remove_columns=["text"],
         # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
         features=PAIR_FEATURES,
@@ -92,7 +117,7 @@ def prepare_pairs(
 
 
 def _encode_batch(
-    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int
+    batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast, max_length: int, are_whole: bool
 ) -> dict[str, list[list[int]]]:
     """Tokenize a batch of preferences. Drop those that leave no room for an answer or have equal answers."""
     columns: dict[str, list[list[int]]] = {name: [] for name in PAIR_FEATURES}
@@ -106,7 +131,7 @@ def _encode_batch(
             ids, is_generated = encode_conversation(
                 tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
             )
-            start, end = _last_answer(is_generated, num_turns)
+            start, end = (0, len(ids)) if are_whole else _last_answer(is_generated, num_turns)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)
         # Some templates write text before an answer that depends on the answer, for example an empty <think> block. So
@@ -116,7 +141,8 @@ def _encode_batch(
         row |= {name: ids[start:] for name, ids in sequences.items()}
         # The collator truncates at `max_length`, so training would never see a difference beyond it.
         room = max_length - len(row["prompt_ids"])
-        if room > 0 and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
+        is_cut = are_whole and max(map(len, sequences.values())) > max_length
+        if room > 0 and not is_cut and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
             for name in PAIR_FEATURES:
                 columns[name].append(row[name])
     return columns

@@ -172,10 +172,12 @@ def _render(
     """Fill the template. `format` is `minimind`, `adapter`, `stock`, `upstream` or `gguf`."""
     travels = format in ("minimind", "adapter")
     stock = stock_layout(model.config)
+    # A reward model has one label.
+    is_reward = model.config.num_labels == 1
     library = "peft" if format == "adapter" else "transformers"
     card_data = ModelCardData(
         library_name="gguf" if format == "gguf" else library,
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if is_reward else "text-generation",
         tags=[*TAGS, "lora"] if format == "adapter" else TAGS,
         model_name=repo_id.split("/")[-1],
         **metadata,
@@ -190,12 +192,15 @@ def _render(
         has_tokenizer=has_tokenizer,
         travels=travels,
         library=library,
-        model_class="AutoPeftModelForCausalLM" if format == "adapter" else "AutoModelForCausalLM",
+        model_class=f"Auto{'Peft' if format == 'adapter' else ''}ModelFor"
+        f"{'SequenceClassification' if is_reward else 'CausalLM'}",
         # NOTE: AutoTokenizer reads the model's config first, and then asks the user whether to run the code beside it.
         tokenizer_class="PreTrainedTokenizerFast" if format == "minimind" else "AutoTokenizer",
         # The architecture that vLLM and llama.cpp know, if it can hold the model.
         has_gguf=unsupported_feature(model.config, "gguf") is None,
-        stock=stock if format == "minimind" and unsupported_feature(model.config, stock) is None else None,
+        stock=stock
+        if format == "minimind" and not is_reward and unsupported_feature(model.config, stock) is None
+        else None,
         **facts,
     )
     return f"{card}\n"

@@ -45,6 +45,7 @@ METRICS = (
     Metric("eval_bits_per_byte", "bits per byte"),
     Metric("eval_kl", "KL divergence from the teacher", NATS),
     Metric("eval_rewards/accuracies", "reward accuracy", lower_is_better=False),
+    Metric("eval_accuracy", "pairs ranked correctly", lower_is_better=False),
     Metric("eval_reward", "mean reward", lower_is_better=False),
     # Figures of greedy answers (training/answer_measures.py).
     Metric("eval_distinct_2", "distinct-2 of the answers", lower_is_better=False, is_headline=False),

@@ -238,6 +238,8 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
     # A distillation on text gives a base model, as pretraining does.
     stage = NEXT_STAGES.get("pretrain" if facts.data_kind == "text" else facts.recipe)
     output_dir = str(args.output_dir).rstrip("/")
+    if facts.recipe == "reward":
+        return [("Next stage", shlex.join(["hf-pretrain", "grpo", "--rewards", output_dir]))]
     model = ["--model_name_or_path", output_dir]
     commands = [("Talk to it", ["hf-pretrain", "chat", *model])]
     if stage is not None:

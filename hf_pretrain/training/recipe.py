@@ -172,6 +172,8 @@ def _set_generation_defaults(trainer: RunTrainer) -> None:
     `stages.terminal_chat` recognises base models by it.
     """
     model, data_kind = base_model_of(trainer.model), trainer.run_facts.data_kind
+    if not model.can_generate():
+        return
     if data_kind == "text":
         # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
         model.generation_config = GenerationConfig.from_model_config(model.config)
@@ -291,9 +293,10 @@ def train_on(
 
 
 def _make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:
-    """Return a function that samples answers or continuations of the validation set; `None` without such a set."""
+    """Return a function that samples answers or continuations of the validation set; `None` without such texts."""
     if data.conversations is not None:
         return partial(sample_answers, tokenizer=data.tokenizer, conversations=data.conversations)
-    if data.eval is not None:
+    # Only packed sequences have a collator.
+    if data.eval is not None and data.collator is not None:
         return partial(sample_continuations, tokenizer=data.tokenizer, eval_rows=data.eval)
     return None

@@ -237,6 +237,7 @@ RECIPES = {
     "pretrain": [*RUN, "--dataset_name", "text.jsonl", "--tokenizer_name_or_path"],
     "sft": [*RUN, "--model_name_or_path"],
     "dpo": [*RUN, "--model_name_or_path"],
+    "reward": [*RUN, "--model_name_or_path"],
     "distill": [*RUN, "--teacher_name_or_path"],
     "grpo": [*RUN, "--model_name_or_path"],
 }

@@ -1,0 +1,60 @@
+"""
+Training of a reward model on preferences, with TRL's trainer: the score of the chosen answer shall exceed the score of
+the rejected one, with the loss -log sigmoid(chosen - rejected) (https://arxiv.org/abs/2203.02155).
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..data.padding_rows import RowSource
+from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
+from ..runtime.errors import UserError, needing_extra
+from ..training.training_arguments import LMTrainingArguments
+from ..weights.adapters import is_adapted
+from .trl_support import RouterLossMixin, whole_batches
+
+
+with needing_extra("trl", "Training of reward models needs TRL"):
+    from trl import RewardConfig, RewardTrainer
+
+
+@dataclass
+class RewardTrainingArguments(LMTrainingArguments, RewardConfig):
+    """TRL's `RewardConfig`. Flags that other recipes also have keep this package's defaults."""
+
+    default_optim_preset = "adamw"
+    takes_fp8 = False
+    output_dir: str | None = field(default="out/reward", metadata={"help": "Directory of the run."})
+    learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate."})
+    max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer pairs are left out."})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute activations in the backward pass to save memory."}
+    )
+    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.fsdp_size > 1:
+            raise UserError(f"--fsdp_size {self.fsdp_size} shards no reward models. Use --ds zero3.")
+
+
+class MiniMindRewardTrainer(RouterLossMixin, RewardTrainer):
+    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preference_pairs.load_pairs`]."""
+
+    def __init__(self, model: MiniMindForSequenceClassification, **kwargs: Any):
+        super().__init__(model, **kwargs)
+        self.router_aux_loss_coef = model.config.router_aux_loss_coef
+
+    def _row_source(self, *args: Any) -> RowSource:
+        return whole_batches(self, *args)
+
+
+def make_reward_model(model: MiniMindForCausalLM) -> MiniMindForSequenceClassification:
+    """Return a model with the decoder of a language model and a new head that gives one score per text."""
+    model = model.merge_and_unload() if is_adapted(model) else model
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    reward_model = MiniMindForSequenceClassification(config)
+    reward_model.model = model.model
+    return reward_model
