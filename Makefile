@@ -4,6 +4,7 @@
 # make pretrain GPUS=2 LAUNCHER=deepspeed DS=zero3         the deepspeed launcher
 # make pretrain GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2
 # make pretrain ARGS="--max_steps 100"                     any other flag of the recipe
+# make chat-from-scratch MINUTES=20                        everything up to a chat model in this time, on this machine
 # make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
@@ -25,6 +26,7 @@ MASTER_PORT ?=
 PRESET ?= auto
 CONFIG ?=
 ARGS ?=
+MINUTES ?= 20
 ifeq ($(filter $(DEVICE),cuda cpu auto),)
   $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
 endif
@@ -32,7 +34,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: pretrain sft dpo reward distill grpo chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: chat-from-scratch pretrain sft dpo reward distill grpo chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +52,9 @@ evaluate: $(VENV)/.installed-eval
 
 pretrain sft dpo reward distill grpo: $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py $@ $(LAUNCH) $(ARGS)
+
+chat-from-scratch: $(VENV)/.installed
+	$(BIN)/python hf_pretrain_cli.py from_scratch --minutes $(MINUTES) $(ARGS)
 
 chat serve evaluate tokenizer: $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py $@ $(ARGS)

@@ -35,7 +35,7 @@ from typing import NoReturn
 _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
-TOOLS = ("chat", "serve", "generate", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
+TOOLS = ("from_scratch", "chat", "serve", "generate", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
 STAGES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo")
 # Recipes that can run as several processes.
 LAUNCHED = (*STAGES, "evaluate")

@@ -17,7 +17,7 @@ from hf_pretrain.runtime.parser import own_fields, recipe_parser
 RECIPES = Path(__file__).parents[1] / "recipes"
 TRAINING = ("pretrain", "sft", "dpo", "reward", "distill", "grpo")
 # A heading in the order in which a project needs them.
-ORDER = (*TRAINING, "evaluate", "tokenizer", "chat", "generate", "serve", "convert", "doctor")
+ORDER = ("from_scratch", *TRAINING, "evaluate", "tokenizer", "chat", "generate", "serve", "convert", "doctor")
 
 
 def _show(value: object) -> str:

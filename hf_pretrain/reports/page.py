@@ -47,18 +47,22 @@ _INCIDENTAL = (
 _environment = Environment(loader=PackageLoader("hf_pretrain.reports", ""), autoescape=True, trim_blocks=True)
 
 
-def write_page(runs: list[Run], path: Path) -> None:
+def write_page(runs: list[Run], path: Path, *, title: str | None = None, notes: Sequence[str] = ()) -> None:
     """
     Write the page of runs.
 
     Args:
         runs (`list` of [`Run`]): one run, or several to compare.
         path (`Path`): the file to write.
+        title (`str`, *optional*): its heading; by default the names of the runs.
+        notes (`Sequence[str]`): sentences below the heading.
     """
+    names = [run.name for run in runs]
     text = _environment.get_template("page.html.jinja").render(
-        title=runs[0].name if len(runs) == 1 else "Comparison of " + ", ".join(run.name for run in runs),
+        title=title or ("Comparison of " * (len(runs) > 1) + ", ".join(names)),
+        notes=notes,
         runs=runs,
-        colours=dict(zip((run.name for run in runs), COLOURS * len(runs), strict=False)),
+        colours=dict(zip(names, COLOURS * len(runs), strict=False)),
         differences=find_differences(runs),
         headlines=[_headlines(run) for run in runs],
         charts=list(_draw_charts(runs)),

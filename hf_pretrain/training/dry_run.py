@@ -91,7 +91,7 @@ def format_plan(trainer: Any) -> str:
         ("Memory", _describe_memory(trainer, measured.peak_bytes)),
         (
             "Time",
-            f"{seconds:.2f} s per step, {_format_duration(seconds * num_steps)} of training, without evaluations",
+            f"{seconds:.3g} s per step, {_format_duration(seconds * num_steps)} of training, without evaluations",
         ),
         ("Disk", _describe_disk(trainer)),
         ("Files", f"{args.planned_dir}: model, checkpoints, run.json, report.html"),

@@ -1,0 +1,60 @@
+"""
+Train a tokenizer, a model and a chat model within a budget of time, on whatever the machine has.
+
+    hf-pretrain from_scratch --minutes 20
+    hf-pretrain from_scratch --hours 2 --output_dir out/mine
+    hf-pretrain from_scratch --hours 8 --pretrain_args "--dataset_name my/*.jsonl" --sft_args "--seed 1"
+
+The recipe measures a few steps, chooses a preset and the steps of pretraining and of fine-tuning, and runs the stages
+as their own commands, which it prints. If it is stopped or killed, the same command goes on. At the end, it writes one
+page of all stages, `report.html`, into the output directory.
+"""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.reports.page import write_page
+from hf_pretrain.reports.run_files import REPORT_NAME, read_runs
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.writing import check_output
+from hf_pretrain.stages.from_scratch import CANDIDATES, Budget
+
+
+def main(args: argparse.Namespace) -> None:
+    check_output(args.output_dir, "--output_dir")
+    seconds = 60 * args.minutes + 3600 * args.hours
+    if not seconds > 0:
+        raise UserError("There is no time to train. Pass --minutes 20 or --hours 2.")
+    budget = Budget(Path(args.output_dir), seconds)
+    flags = shlex.split(args.pretrain_args)
+    if budget.plan["preset"] is None:
+        budget.plan_pretraining((args.preset,) if args.preset else CANDIDATES, flags)
+    base = budget.train("pretrain", *flags)
+    flags = ["--model_name_or_path", str(base), "--train_fraction", "1", *shlex.split(args.sft_args)]
+    chat = budget.train("sft", *flags)
+
+    runs, _ = read_runs([base, chat])
+    path, notes = Path(args.output_dir, REPORT_NAME), budget.describe(runs)
+    write_page(runs, path, title=f"From scratch: {args.output_dir}", notes=notes)
+    print("\n".join(["", *notes, f"Wrote {path}. Open it in a browser. This command chats with your model:"]))
+    print(shlex.join(["hf-pretrain", "chat", "--model_name_or_path", str(chat)]))
+
+
+def make_parser() -> RecipeParser:
+    parser = RecipeParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=0, help="time of all stages together")
+    parser.add_argument("--hours", type=float, default=0, help="the same in hours; both add up")
+    parser.add_argument("--output_dir", default="out/from-scratch", help="directory of stages, plan and page")
+    parser.add_argument("--preset", choices=PRESETS, help="by default the one that fits the time")
+    parser.add_argument("--pretrain_args", default="", help="more flags for pretraining, in quotes")
+    parser.add_argument("--sft_args", default="", help="more flags for fine-tuning, in quotes")
+    return parser
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(make_parser().parse_args())
