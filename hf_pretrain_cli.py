@@ -279,7 +279,7 @@ def print_list() -> None:
         print(f"{title}:")
         for name in names:
             docstring = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text(encoding="utf-8")))
-            print(f"  {name:12}{docstring.splitlines()[0]}")
+            print(f"  {name:14}{docstring.splitlines()[0]}")
     print("Presets (--preset):")
     for name in PRESETS:
         lines = (RECIPES / name / "pretrain.yaml").read_text(encoding="utf-8").splitlines()

@@ -18,7 +18,6 @@ from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.run_files import REPORT_NAME, read_runs
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import check_output
 from hf_pretrain.stages.from_scratch import CANDIDATES, Budget
@@ -26,10 +25,7 @@ from hf_pretrain.stages.from_scratch import CANDIDATES, Budget
 
 def main(args: argparse.Namespace) -> None:
     check_output(args.output_dir, "--output_dir")
-    seconds = 60 * args.minutes + 3600 * args.hours
-    if not seconds > 0:
-        raise UserError("There is no time to train. Pass --minutes 20 or --hours 2.")
-    budget = Budget(Path(args.output_dir), seconds)
+    budget = Budget(Path(args.output_dir), 60 * args.minutes if args.hours is None else 3600 * args.hours)
     flags = shlex.split(args.pretrain_args)
     if budget.plan["preset"] is None:
         budget.plan_pretraining((args.preset,) if args.preset else CANDIDATES, flags)
@@ -46,8 +42,8 @@ def main(args: argparse.Namespace) -> None:
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=0, help="time of all stages together")
-    parser.add_argument("--hours", type=float, default=0, help="the same in hours; both add up")
+    parser.add_argument("--minutes", type=float, default=20, help="time of all stages together")
+    parser.add_argument("--hours", type=float, help="the same in hours")
     parser.add_argument("--output_dir", default="out/from-scratch", help="directory of stages, plan and page")
     parser.add_argument("--preset", choices=PRESETS, help="by default the one that fits the time")
     parser.add_argument("--pretrain_args", default="", help="more flags for pretraining, in quotes")

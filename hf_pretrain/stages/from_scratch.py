@@ -35,16 +35,16 @@ _PLAN = re.compile(
 
 
 class Pace(NamedTuple):
-    """What `--dry_run` measured: tokens per parameter are those of one step."""
+    """What `--dry_run` measured. The tokens are those of one step."""
 
-    step_seconds: float
     start_seconds: float
+    step_seconds: float
     steps_per_pass: float
     tokens_per_parameter: float
 
     def count_steps(self, seconds: float) -> int:
         """Return the steps that fit into a time, and into `MAX_PASSES` passes over the data."""
-        # The plan evaluates after half of the steps.
+        # The stages evaluate after half of their steps, too.
         return max(2, int(min(seconds / self.step_seconds, MAX_PASSES * self.steps_per_pass)))
 
 
@@ -100,7 +100,7 @@ class Budget:
         assert found is not None
         steps, rows, num_rows, tokens, seconds = (float(text.replace(",", "")) for text in found.groups())
         # A dry run trains four steps. Everything else also precedes the steps of the stage.
-        return Pace(seconds, self.plan["used_seconds"] - used - 4 * seconds, num_rows / rows, tokens / steps)
+        return Pace(self.plan["used_seconds"] - used - 4 * seconds, seconds, num_rows / rows, tokens / steps)
 
     def plan_pretraining(self, presets: tuple[str, ...], flags: list[str]) -> None:
         """Choose the preset and the steps of pretraining."""

@@ -27,7 +27,7 @@ Time       {seconds} s per step, 108 s of training, without evaluations
 
 
 def make_budget(tmp_path, monkeypatch, plans: dict[str, tuple[float, float]], seconds: float) -> Budget:
-    """Return a budget whose dry runs take 10 seconds and print the given tokens per parameter and seconds of a step."""
+    """Return a budget whose dry runs take 10 seconds, and print tokens per parameter and seconds of a step."""
     budget = Budget(tmp_path, seconds)
 
     def run(stage, *words):
@@ -52,8 +52,8 @@ def test_the_preset_comes_nearest_to_20_tokens_per_parameter(tmp_path, monkeypat
 
 
 def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, monkeypatch):
-    assert Pace(2.0, 5.0, 100.0, 0.1).count_steps(60) == 30
-    assert Pace(0.001, 5.0, 100.0, 0.1).count_steps(60) == 400
+    assert Pace(5.0, 2.0, 100.0, 0.1).count_steps(60) == 30
+    assert Pace(5.0, 0.001, 100.0, 0.1).count_steps(60) == 400
     budget = make_budget(tmp_path, monkeypatch, {"tiny": (900, 0.5)}, 110.0)
     budget.plan_pretraining(("tiny",), [])
     # The dry run took 10 seconds, 8 without its four steps; two stages start in the 100 seconds that are left.
