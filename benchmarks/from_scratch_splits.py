@@ -4,7 +4,8 @@ Split the same number of steps between pretraining and fine-tuning in several wa
     python -m benchmarks.from_scratch_splits --steps 900 --shares 0.5 0.7 0.85
 
 Each run starts the stages as `hf-pretrain from_scratch` does, and evaluates the answers on the same validation
-conversations. The script prints a row per run, and writes all rows to `benchmarks/results/from-scratch-splits.json`.
+conversations. The script prints a row of a table per run, and adds all figures to
+`benchmarks/results/from-scratch-splits.json`.
 """
 
 import argparse
@@ -41,6 +42,8 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.7, 0.85], help="Shares of pretraining.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     args = parser.parse_args()
+    print("| share of pretraining | steps | seed |", *(f"{key.removeprefix('eval_')} |" for key in FIGURES))
+    print("|---" * (3 + len(FIGURES)) + "|")
     for seed in args.seeds:
         for share in args.shares:
             steps = round(share * args.steps)
@@ -53,7 +56,13 @@ def main() -> None:
                 )
             row = {"preset": args.preset, "seed": seed, "share": share, "steps": args.steps}
             row |= {"text": text, "answers": answers}
-            print(json.dumps(row), flush=True)
+            cells = [
+                f"{share:.0%}",
+                f"{steps} + {args.steps - steps}",
+                seed,
+                *(f"{answers[key]:.3f}" for key in FIGURES),
+            ]
+            print("|", " | ".join(map(str, cells)), "|", flush=True)
             # Write after each run, so that an interrupted comparison keeps its results.
             rows: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
             RESULTS.write_text(json.dumps([*rows, row | environment()], indent=1) + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """The arithmetic behind the published figures, and a short run of each program of the benchmarks."""
 
+import json
 import math
 import sys
 import threading
@@ -11,7 +12,17 @@ import torch.nn.functional as F
 from datasets import Dataset
 from torch.nn.modules.module import register_module_forward_hook
 
-from benchmarks import bench, contestants, gpu_check, preparation, profile_step, programs, race, race_settings
+from benchmarks import (
+    bench,
+    contestants,
+    from_scratch_splits,
+    gpu_check,
+    preparation,
+    profile_step,
+    programs,
+    race,
+    race_settings,
+)
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model import packed_attention
 from hf_pretrain.tokenizer.control_tokens import encode_documents
@@ -238,3 +249,19 @@ def test_the_gpu_check_compares_every_loss():
         assert gpu_check.compare(found, [2.0, 1.0], 1e-3)[0] is passes
     with pytest.raises(ValueError, match="zip"):
         gpu_check.compare([2.0], [2.0, 1.0], 1e-3)
+
+
+def test_splits_train_the_same_number_of_steps(tmp_path, monkeypatch, capsys):
+    trained = []
+
+    def train(stage, directory, max_steps, words):
+        trained.append((stage, max_steps, "--model_name_or_path" in words))
+        return dict.fromkeys(from_scratch_splits.FIGURES, 0.5)
+
+    monkeypatch.setattr(from_scratch_splits, "train", train)
+    monkeypatch.setattr(from_scratch_splits, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(sys, "argv", ["splits", "--steps", "100", "--shares", "0.5", "0.85"])
+    from_scratch_splits.main()
+    assert trained == [("pretrain", 50, False), ("sft", 50, True), ("pretrain", 85, False), ("sft", 15, True)]
+    assert "| 85% | 85 + 15 | 42 | 0.500 |" in capsys.readouterr().out
+    assert [row["share"] for row in json.loads((tmp_path / "results.json").read_text())] == [0.5, 0.85]
