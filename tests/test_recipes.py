@@ -93,8 +93,9 @@ def test_every_yaml_parses(stage, preset, tmp_path):
     if stage == "pretrain":
         assert model.model_preset == preset
         complete_learning_rate(training, model.hidden_size)
-        # Muon's rate falls with the width: 192, 512, 640, then 768. minimind-large has MiniMind's own.
+        # Muon's rate falls with the width: 192, 512, 640, then 768, 1280 and 2048. minimind-large has MiniMind's own.
         rates = {"tiny": 8e-3, "minimind2-small": 3e-3, "minimind2-moe": 2.4e-3, "minimind-large": 2e-4}
+        rates |= {"0.5B": 1.2e-3, "1B": 7.5e-4}
         assert training.learning_rate == pytest.approx(rates.get(preset, 2e-3), rel=1e-3)
         return
     # The tiny student starts from random weights and is smaller than its teacher.

@@ -1,4 +1,4 @@
-"""Presets: the configurations of the published MiniMind models, and a tiny one for a first run on a CPU."""
+"""Presets: the published MiniMind models, a tiny one for a first run on a CPU, and two larger ones."""
 
 from typing import Any
 
@@ -46,4 +46,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 5e-4,
     },
     "minimind-large": {"hidden_size": 1024, "num_hidden_layers": 32, **_V2},
+    # Shapes of Llama: heads of 64. With the vocabulary of 32,768 tokens in their YAML files, 0.49 and 1.04 billion
+    # parameters.
+    "0.5B": {
+        **{"hidden_size": 1280, "num_hidden_layers": 26, "num_attention_heads": 20, "num_key_value_heads": 4},
+        **{"intermediate_size": 3456, "zero_init_residual": True},
+    },
+    "1B": {
+        **{"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"intermediate_size": 8192, "zero_init_residual": True},
+    },
 }

@@ -12,6 +12,7 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.model import PRESETS
 from hf_pretrain.runtime.parser import read_config
+from hf_pretrain.training.measurements import flops_per_token
 from hf_pretrain.training.micro_batch import activation_bytes_per_token, fit_micro_batch, fitting_micro_batch
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
@@ -96,3 +97,22 @@ def test_the_estimate_bounds_measured_peaks(preset, rows, peak_gib):
     # `rows` do not fit into the memory that they filled, and do fit into 1.4 times as much, beside a fifth.
     assert fitting_micro_batch(config, free=peak_gib * GIB / 0.8, **sizes) < rows
     assert fitting_micro_batch(config, free=1.4 * peak_gib * GIB / 0.8, **sizes) >= rows
+
+
+@pytest.mark.parametrize("preset", ["0.5B", "1B"])
+def test_the_documented_plans_of_the_large_presets(preset):
+    fields = read_config(RECIPES / preset / "pretrain.yaml")
+    config = MiniMindConfig(**PRESETS[preset], vocab_size=fields["vocab_size"])
+    with torch.device("meta"):
+        model = MiniMindForCausalLM(config)
+    count, row_length = model.num_parameters(), fields["max_length"]
+    page = (RECIPES.parent / "docs/getting-started.md").read_text(encoding="utf-8")
+    assert f"| `{preset}` | {count / 1e6:,.2f}M |" in page
+    state, row = 18 * count / GIB, row_length * activation_bytes_per_token(config) / GIB
+    for name, free, peak in (("24 GB", 23.5, 165e12), ("80 GB", 79.0, 989e12)):
+        sizes = {"num_parameters": count, "row_length": row_length, "rows": 512}
+        rows = fitting_micro_batch(config, free=int(free * GIB), **sizes)
+        hours = flops_per_token(model) * 20 * count / (0.4 * peak) / 3600
+        time = f"{hours:.0f} hours" if hours < 100 else f"{hours / 24:.2g} days"
+        figures = f"{rows} | {state:.1f} | {row:.2f} | {state + rows * row:.1f} | {20 * count / 1e9:.1f} billion"
+        assert f"| `{preset}` | {name} | {figures} | {time} |" in page
