@@ -4,7 +4,7 @@ from itertools import chain
 from statistics import fmean
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from .end_report import choose_questions, generate
 
@@ -57,3 +57,15 @@ def measure_answers(
     settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     answers = generate(model, tokenizer, prompts, max_new_tokens=MAX_TOKENS, **settings)
     return answer_figures(answers, eos_token_id=tokenizer.eos_token_id)
+
+
+class AnswerMeasures(TrainerCallback):
+    """Add the figures of [`measure_answers`] to each evaluation."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: Dataset):
+        self.tokenizer, self.conversations = tokenizer, conversations
+
+    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
+        metrics.update(measure_answers(model, self.tokenizer, self.conversations))
+        # Trainer has already logged a copy of `metrics`.
+        state.log_history[-1].update(metrics)

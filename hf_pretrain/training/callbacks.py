@@ -53,25 +53,14 @@ class SampleCallback(TrainerCallback):
 
     Args:
         sample (`Callable`): returns pairs of a prompt and the text that a model generates. All ranks call it.
-        measure (`Callable`, *optional*): returns figures of a model's answers, which the evaluation then has, too.
     """
 
-    def __init__(
-        self,
-        sample: Callable[[PreTrainedModel], list[tuple[str, str]]],
-        measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
-    ):
+    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]]):
         self.sample = sample
-        self.measure = measure
         # Steps, and the prompts and texts of each.
         self.samples: list[tuple[int, list[tuple[str, str]]]] = []
 
-    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
-        if self.measure is not None:
-            figures = self.measure(model)
-            # Trainer has logged the evaluation already, as a copy of `metrics`, which it returns.
-            metrics.update(figures)
-            state.log_history[-1].update(figures)
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
         texts = self.sample(model)
         self.samples.append((state.global_step, texts))
         if state.is_world_process_zero and texts:

@@ -19,7 +19,7 @@ from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
-from .answer_measures import measure_answers
+from .answer_measures import AnswerMeasures
 from .base_trainer import RunTrainer
 from .callbacks import (
     LogLinesCallback,
@@ -114,7 +114,6 @@ def train_and_evaluate(
     *,
     checkpoint: str | None,
     sample: Callable[[PreTrainedModel], list[tuple[str, str]]] | None = None,
-    measure: Callable[[PreTrainedModel], dict[str, float]] | None = None,
 ) -> tuple[dict[str, float], list[tuple[str, str]]]:
     """
     Train, save the model and the log, and evaluate if the last step was not evaluated. All ranks must call this
@@ -124,7 +123,6 @@ def train_and_evaluate(
         trainer ([`RunTrainer`]): the trainer of any stage.
         checkpoint (`str`, *optional*): the checkpoint directory to resume from.
         sample (`Callable`, *optional*): returns prompts and generated texts of a model. Each evaluation calls it.
-        measure (`Callable`, *optional*): returns figures of a model's answers, for each evaluation.
 
     Returns:
         `tuple[dict, list]`: the validation metrics of the saved model, an empty `dict` without a validation set; and
@@ -145,7 +143,7 @@ def train_and_evaluate(
     if trainer.args.profile:
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if sample is not None:
-        trainer.add_callback(samples := SampleCallback(sample, measure))
+        trainer.add_callback(samples := SampleCallback(sample))
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
@@ -281,10 +279,9 @@ def train_on(
         **kwargs,
     )
     sample_model = partial(sample, trainer) if sample is not None else _make_sampler(data)
-    measure = None
     if data.conversations is not None:
-        measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
-    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model, measure=measure)
+        trainer.add_callback(AnswerMeasures(data.tokenizer, data.conversations))
+    metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and data.eval is not None and isinstance(data.train, Dataset):
         facts.unigram_loss = unigram_loss(data.train, data.eval, vocab_size=len(data.tokenizer))
