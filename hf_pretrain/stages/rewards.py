@@ -15,8 +15,8 @@ from ..data.reward_tasks import ANSWER_FORMATS
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from . import rule_rewards
-from .reward_models import load_reward_model
 from .rule_rewards import Completion, turns_of
+from .scoring_models import load_reward_model
 from .tools import load_object, read_schemas
 
 
@@ -161,7 +161,7 @@ def load_reward_functions(
     Return reward functions by name.
 
     A name is a key of `REWARDS`, `module.path:function` (modules in the current directory included), or the directory
-    or Hub id of a reward model, `owner/model` ([`~stages.reward_models.load_reward_model`]).
+    or Hub id of a reward model, `owner/model` ([`~stages.scoring_models.load_reward_model`]).
 
     Raises:
         `UserError`: if nothing has such a name, or a model gives no score.

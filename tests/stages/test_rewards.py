@@ -196,7 +196,7 @@ def test_a_model_that_gives_no_single_score_is_no_reward(tmp_path):
     for name, found in (
         ("two-labels", "one label.*, and this one is LlamaForSequenceClassification with 2 labels. Pass"),
         ("policy", "one label.*, and this one is MiniMindForCausalLM with 2 labels. Pass"),
-        ("internlm2-1_8b-reward", "add --trust_remote_code true"),
+        ("internlm2-1_8b-reward", "or --trust_remote_code true if its own code has get_score"),
     ):
         with pytest.raises(ValueError, match=rf"--rewards .*{name}.* {found}"):
             load_reward_functions([f"{tmp_path}/{name}"])
@@ -246,7 +246,7 @@ def test_reward_models_score_by_their_own_code_or_as_classifiers(tmp_path):
     save_classifier(tmp_path / "classifier", num_labels=1, vocab_size=300, pad_token_id=0)
     tokenizer.save_pretrained(tmp_path / "classifier")
     names = [f"{tmp_path}/scorer", f"{tmp_path}/classifier"]
-    with pytest.raises(ValueError, match="Read that code, then add --trust_remote_code true"):
+    with pytest.raises(ValueError, match="or --trust_remote_code true"):
         load_reward_functions(names)
     rewards = load_reward_functions(names, trust_remote_code=True)
     prompt = [{"role": "user", "content": " Sky? ", "tools": None}]

@@ -39,15 +39,13 @@ class ScoringModel:
     def __call__(
         self, prompts: list[list[dict[str, Any]]], completions: list[Completion], **columns: Any
     ) -> list[float | None]:
-        return [self._score(*pair) for pair in zip(prompts, completions, strict=True)]
-
-    def _score(self, prompt: list[dict[str, Any]], completion: Completion) -> float | None:
-        turns = turns_of(completion)
-        if any(map(calls_in, turns)):
-            return None
-        messages = [{"role": part["role"], "content": part["content"].strip()} for part in prompt]
-        answer = {"role": "assistant", "content": answer_in(turns[-1])}
-        return clip(float(self.model.get_score(self.tokenizer, [*messages, answer])))
+        scores: list[float | None] = []
+        for prompt, turns in zip(prompts, map(turns_of, completions), strict=True):
+            messages = [{"role": part["role"], "content": part["content"].strip()} for part in prompt]
+            messages.append({"role": "assistant", "content": answer_in(turns[-1])})
+            is_agent = any(map(calls_in, turns))
+            scores.append(None if is_agent else clip(self.model.get_score(self.tokenizer, messages)))
+        return scores
 
 
 def load_reward_model(name: str, *, trust_remote_code: bool) -> ScoringModel | str:
@@ -67,14 +65,10 @@ def load_reward_model(name: str, *, trust_remote_code: bool) -> ScoringModel | s
     num_labels = len(config.get("id2label") or range(2))
     if architectures.endswith("ForSequenceClassification") and num_labels == 1:
         return name
-    if "AutoModel" not in config.get("auto_map", {}) or architectures.endswith("ForCausalLM"):
-        raise UserError(
-            f"--rewards {name}: a reward model must be a sequence classifier with one label, or bring code with "
-            f"get_score(tokenizer, messages), and this one is {architectures} with {num_labels} labels. Pass another "
-            "one, or a function (module.path:function) that calls this model."
-        )
-    if not trust_remote_code:
-        raise UserError(
-            f"--rewards {name} runs code of its own repository. Read that code, then add --trust_remote_code true."
-        )
-    return ScoringModel(name)
+    if trust_remote_code and "AutoModel" in config.get("auto_map", {}):
+        return ScoringModel(name)
+    raise UserError(
+        f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
+        f"{architectures} with {num_labels} labels. Pass another one, a function (module.path:function) that calls "
+        "this one, or --trust_remote_code true if its own code has get_score(tokenizer, messages)."
+    )
