@@ -19,7 +19,7 @@ KNOWN_ARGUMENTS = frozenset(
         # without effect beside `position_ids`, which say the same
         *("cu_seq_lens_k", "max_length_k", "seq_idx"),
         # without effect: a decoder has no segments and computes neither loss nor logits
-        *("token_type_ids", "num_items_in_batch", "skip_logits"),
+        *("token_type_ids", "num_items_in_batch", "skip_logits", "logits_to_keep"),
         # without effect: `generate` uses them for stop strings and drafts, and passes them on to `forward`
         *("tokenizer", "assistant_tokenizer"),
     }

@@ -17,6 +17,7 @@ TRAINERS = {
     "SFT": {"messages": QUESTION + ANSWERS[0]},
     "DPO": {"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]},
     "GRPO": {"prompt": QUESTION},
+    "Distillation": {"prompt": QUESTION},
     "Reward": {"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]},
 }
 
@@ -37,16 +38,23 @@ def checkpoints(build_model, tmp_path_factory):
 def test_a_step_of_trl_s_own_trainers(model_name, trainer_name, checkpoints, tmp_path):
     settings = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
     settings |= {"output_dir": str(tmp_path), "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3}
-    rewarding = {}
+    extra = {}
     if trainer_name == "GRPO":
         settings |= {"num_generations": 2, "max_completion_length": 8}
-        rewarding = {"reward_funcs": lambda completions, **_: [float(i) for i in range(len(completions))]}
+        extra = {"reward_funcs": lambda completions, **_: [float(i) for i in range(len(completions))]}
+    if trainer_name == "Distillation":
+        settings |= {"max_completion_length": 8}
+        extra = {"teacher_model": str(checkpoints / model_name)}
     trainer = getattr(trl, f"{trainer_name}Trainer")(
         model=str(checkpoints / model_name),
         args=getattr(trl, f"{trainer_name}Config")(**settings),
         train_dataset=Dataset.from_list([TRAINERS[trainer_name]] * 4),
-        **rewarding,
+        **extra,
     )
+    if trainer_name == "Distillation":
+        # The teacher has other weights, or there would be nothing to learn.
+        with torch.no_grad():
+            trainer.teacher_model.lm_head.weight.add_(torch.randn_like(trainer.teacher_model.lm_head.weight))
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     assert any(not torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
