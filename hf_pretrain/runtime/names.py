@@ -15,10 +15,25 @@ _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
 def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}") -> str:
-    """Return `text` with the known word that is most similar to `word`, or "" if none is similar."""
-    # Below this similarity, long flags share only parts such as `_size`.
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)
-    return text.format(found[0]) if found else ""
+    """
+    Return `text` with the known word that is most similar to `word`, or "" if none is similar.
+
+    Words are similar if they differ in a character or two, or if one begins with the parts of the other, as
+    `gradient_accumulation_steps` does with those of `gradient_accumulation`, and has not twice as many.
+    """
+    parts = re.split(r"[\W_]", word)
+
+    def is_similar(name: str) -> bool:
+        others = re.split(r"[\W_]", name)
+        begins = all(_similarity(part, other) > 0.75 for part, other in zip(parts, others, strict=False))
+        return _similarity(word, name) >= 0.9 or (begins and len(parts) <= len(others) <= 2 * len(parts))
+
+    found = max(filter(is_similar, known), key=lambda name: _similarity(word, name), default=None)
+    return text.format(found) if found else ""
+
+
+def _similarity(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word, other).ratio()
 
 
 def check_word(flag: str, word: str, known: Iterable[str]) -> None:

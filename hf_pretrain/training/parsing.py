@@ -7,7 +7,6 @@ value `{bf16: A, float32: B}` depends on the precision of the run.
 
 import dataclasses
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,41 +16,11 @@ from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import hint
 from ..runtime.parser import RecipeParser, read_config
 from ..weights.models import default_preset
+from .minimind_flags import translate_minimind
 
 
-# Flags of MiniMind's training scripts, and ours.
-_MINIMIND_FLAGS = {
-    "--epochs": "--num_train_epochs",
-    "--batch_size": "--per_device_train_batch_size",
-    "--accumulation_steps": "--gradient_accumulation_steps",
-    "--grad_clip": "--max_grad_norm",
-    "--max_seq_len": "--max_length",
-    "--data_path": "--dataset_name",
-    "--out_dir": "--output_dir",
-    "--save_dir": "--output_dir",
-    "--log_interval": "--logging_steps",
-    "--save_interval": "--save_steps",
-    "--num_workers": "--dataloader_num_workers",
-}
 # A size that is typed wins over a size that fits the memory.
 _MICRO_BATCH_FLAGS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
-_MINIMIND_SIZES = ("--dim", "--n_layers", "--hidden_size", "--num_hidden_layers")
-
-
-def _translate_minimind(argv: list[str]) -> list[str]:
-    """Replace the flags of MiniMind's scripts by ours, and print the result."""
-    translated, sizes = [], []
-    words = iter(argv)
-    for word in words:
-        if word in _MINIMIND_SIZES:
-            sizes.append(f"{word.removeprefix('--')}={next(words, '')}")
-        else:
-            translated.append(_MINIMIND_FLAGS.get(word, word))
-    if sizes:
-        translated += ["--config_overrides", ",".join(sizes)]
-    if translated != argv:
-        print(f"With the names of this package, MiniMind's flags are: {shlex.join(translated)}", file=sys.stderr)
-    return translated
 
 
 def _yaml_to_argv(path: str, known_keys: list[str], typed: Any) -> list[str]:
@@ -105,10 +74,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `UserError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    if stage != "grpo":
-        # TRL counts completions in a batch, and MiniMind prompts.
-        argv = _translate_minimind(argv)
+    argv = translate_minimind(sys.argv[1:] if argv is None else argv, stage)
     # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
     pairs = zip(argv, [*argv, "--"][1:], strict=True)
     argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]

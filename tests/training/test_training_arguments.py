@@ -62,15 +62,6 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
     assert parse(tmp_path, *words, config=config)[2].max_steps == steps
 
 
-def test_flags_of_minimind_are_translated(tmp_path, capsys):
-    words = "--epochs 2 --batch_size 4 --dim 96 --n_layers 3 --data_path a.jsonl --accumulation_steps 8"
-    model, data, training = parse(tmp_path, *words.split())
-    assert (training.num_train_epochs, training.per_device_train_batch_size) == (2, 4)
-    assert training.gradient_accumulation_steps == 8 and data.dataset_name == ["a.jsonl"]
-    assert model.overrides == {"dim": 96, "n_layers": 3}
-    assert "--num_train_epochs 2 --per_device_train_batch_size 4" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [

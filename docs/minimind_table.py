@@ -1,0 +1,55 @@
+"""Print the table of MiniMind's flags in from-minimind.md: `python docs/minimind_table.py`."""
+
+import re
+from collections.abc import Iterator
+
+from hf_pretrain.training.minimind_flags import TABLE
+
+
+# What `minimind_flags.py` does with the flags that MiniMind splits.
+COLLECTED = {
+    "--save_dir": "`--output_dir`, with `--save_weight` or `--lora_name` as the last part",
+    "--from_weight": "`--model_name_or_path`: the run of this name in `--save_dir`, or MiniMind's file of this name",
+    "--from_student_weight": "as `--from_weight`",
+    "--from_teacher_weight": "`--teacher_name_or_path`, found as with `--from_weight`",
+    "--lora_name": "`--use_peft`, and the name of the run",
+    "--dim": "`--model_preset minimind2`, and the size in `--config_overrides`",
+    "--hidden_size": "`--model_preset minimind3`, and the size in `--config_overrides`",
+    "--student_hidden_size": "as `--hidden_size` and its kind",
+    "--use_moe": "the preset with experts",
+    "--batch_size": "`--per_device_train_batch_size` times `--num_generations`, because TRL counts completions",
+}
+SAME = {
+    **dict.fromkeys(("--out_dir", "--save_weight"), "--save_dir"),
+    **{"--n_layers": "--dim", "--num_hidden_layers": "--hidden_size"},
+    **{"--student_num_layers": "--student_hidden_size", "--student_use_moe": "--student_hidden_size"},
+    "--num_generations": "--batch_size",
+}
+
+
+def describe(rule: str | dict[str, str]) -> str:
+    if isinstance(rule, dict):
+        values = [f"{describe(text)} for `{value}`" for value, text in rule.items() if value != "*"]
+        return ", ".join(values) or "nothing: the weights tell"
+    words = rule.replace(" steps {}", "").replace(" {} ", "`, with `").replace(" {}", "")
+    scaled = ", divided by the accumulation, because MiniMind counts micro-batches" if " steps {}" in rule else ""
+    return f"`{words}`{scaled}" if words else "nothing"
+
+
+def rows() -> Iterator[str]:
+    for stage, rules in TABLE.items():
+        groups: dict[str, list[str]] = {}
+        for flag, rule in rules.items():
+            if stage == "refused":
+                text = "refused: " + re.sub(r"--\w+( rloo)?", r"`\g<0>`", rule)
+                flag = f"{flag}` of `grpo" if flag in TABLE["all"] else flag
+            else:
+                text = COLLECTED[SAME.get(flag, flag)] if rule == "collect" else describe(rule)
+            groups.setdefault(text, []).append(f"`{flag}`")
+        where = "" if stage in ("all", "refused") else f" of `{stage}`"
+        for text, flags in groups.items():
+            yield f"| {', '.join(flags)}{where} | {text} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))

@@ -1,0 +1,141 @@
+"""The command lines of MiniMind's scripts, translated; the table of the docs is that of the data."""
+
+import json
+import runpy
+
+import pytest
+
+from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.runtime.names import hint
+from hf_pretrain.runtime.parser import recipe_parser
+from hf_pretrain.training.minimind_flags import TABLE, translate_minimind
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights.models import ModelArguments
+from tests.invariants.launching import BIN, ROOT, free_port, start
+from tests.toys import write_jsonl
+
+
+# The command line that the project's founding document gives.
+FOUNDING = (
+    "--epochs 3 --batch_size 24 --learning_rate 2e-4 --dtype bfloat16 --accumulation_steps 32 --grad_clip 1.0 "
+    "--log_interval 100 --save_interval 10000 --dim 1024 --n_layers 32 --max_seq_len 1024 --use_flash_attn --profile "
+    "--profile_interval 10"
+)
+OVERRIDES = "--config_overrides hidden_size=512,intermediate_size=1664"
+GROUPS = "--per_device_train_batch_size 12 --per_device_eval_batch_size 12 --num_generations 6"
+
+
+def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
+    argv = [*FOUNDING.split(), "--use_cpu", "--output_dir", str(tmp_path)]
+    model, data, args = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
+    assert model.model_preset == "minimind2" and model.overrides == {"hidden_size": 1024, "num_hidden_layers": 32}
+    assert (args.optim_preset, args.learning_rate, args.max_grad_norm, args.bf16) == ("adamw", 2e-4, 1.0, True)
+    assert (args.num_train_epochs, data.max_length, args.rows_per_step) == (3, 1024, 24 * 32)
+    # MiniMind counts micro-batches: 100 / 32 and 10000 / 32.
+    assert (args.logging_steps, args.save_steps, args.profile_interval) == (3, 312, 10)
+    assert "--model_preset minimind2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "line", "expected"),
+    [
+        (
+            "sft",
+            "--from_weight pretrain --hidden_size 512 --save_weight chat",
+            "--output_dir out/chat --model_name_or_path out/pretrain",
+        ),
+        ("sft", "--lora_name medical --save_dir w", "--output_dir w/medical --use_peft"),
+        ("pretrain", "--hidden_size=512 --use_moe 1", f"--model_preset minimind3-moe {OVERRIDES}"),
+        (
+            "pretrain",
+            "--dim 96 --model_preset tiny --device cuda:0 --ddp",
+            "--model_preset tiny --config_overrides hidden_size=96",
+        ),
+        (
+            "pretrain",
+            "--from_resume 1 --use_compile 0 --max_steps 3",
+            "--resume_from_checkpoint auto --torch_compile false --max_steps 3",
+        ),
+        (
+            "distill",
+            "--alpha 0.3 --teacher_hidden_size 768 --from_teacher_weight t",
+            "--ce_weight 0.3 --teacher_name_or_path out/t",
+        ),
+        ("grpo", "--batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
+        ("grpo", "--num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
+        ("dpo", "--batch_size 4 --beta 0.15", "--per_device_train_batch_size 4 --beta 0.15"),
+    ],
+)
+def test_flags_are_translated(stage, line, expected):
+    assert translate_minimind(line.split(), stage) == expected.split()
+
+
+def test_the_files_of_minimind_are_found_by_their_names(tmp_path):
+    (tmp_path / "full_sft_768.pth").touch()
+    line = ["--save_dir", str(tmp_path), "--save_weight", "dpo", "--from_weight", "full_sft"]
+    assert translate_minimind(line, "dpo")[-1] == str(tmp_path / "full_sft_768.pth")
+    (tmp_path / "full_sft_512.pth").touch()
+    with pytest.raises(ValueError, match="Several files have the name full_sft: .*_512.pth, .*_768.pth. Pass one"):
+        translate_minimind(line, "dpo")
+
+
+@pytest.mark.parametrize(
+    ("stage", "line", "message"),
+    [
+        ("pretrain", "--device cuda:1", "--device cuda:1 means nothing here: CUDA_VISIBLE_DEVICES"),
+        ("pretrain", "--vf_coef 0.5", "--vf_coef means nothing here: there is no PPO"),
+        ("grpo", "--max_seq_len 512", "--max_seq_len means nothing here: TRL takes prompts whole"),
+        ("grpo", "--rollout_engine sglang", "--rollout_engine sglang means nothing here"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(stage, line, message):
+    with pytest.raises(ValueError, match=message):
+        translate_minimind(line.split(), stage)
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo"])
+def test_every_replacement_is_a_flag_of_the_stage(stage):
+    known = {flag for action in recipe_parser(ROOT / f"recipes/{stage}.py")._actions for flag in action.option_strings}
+    rules = (TABLE["all"] | TABLE.get(stage, {})).items()
+    rules = [rule for flag, rule in rules if not (stage == "grpo" and flag in TABLE["refused"])]
+    used = {word for rule in rules for word in " ".join(rule.values() if isinstance(rule, dict) else [rule]).split()}
+    assert {word for word in used if word.startswith("--")} - known == set()
+
+
+def test_the_page_has_the_table():
+    rows = "\n".join(runpy.run_path(str(ROOT / "docs/minimind_table.py"))["rows"]())
+    assert rows in (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8"), f"Paste:\n{rows}"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--config_file recipes/accelerate_configs/zero2.yaml",
+        "--multi_gpu --mixed_precision=bf16 --deepspeed_config_file ds_configs/zero2.json",
+    ],
+)
+def test_the_founding_command_runs(tmp_path, flags):
+    """Two ranks of accelerate, with fewer layers and steps."""
+    rows = write_jsonl(tmp_path / "data.jsonl", [f"the river has {number} green stones" for number in range(400)])
+    words = FOUNDING.replace("1024 --n_layers 32", "64 --n_layers 2").replace("steps 32", "steps 2")
+    words += f" --data_path {rows} --vocab_size 320 --max_steps 2 --save_dir {tmp_path} --save_weight pretrain"
+    command = [str(BIN / "accelerate"), "launch", *flags.split(), "--num_processes=2"]
+    result = start([*command, f"--main_process_port={free_port()}", "recipes/pretrain.py", *words.split()])
+    assert result.returncode == 0, result.stdout[-3000:]
+    config = json.loads((tmp_path / "pretrain/config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]) == (64, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        *(("batch_size", ""), ("n_layers", ""), ("use_wandb", ""), ("use_lora", ""), ("warmup_iters", "")),
+        *(("learning_rat", "learning_rate"), ("maxlength", "max_length"), ("dataset", "dataset_name")),
+    ],
+)
+def test_hints_are_related(word, expected):
+    actions = recipe_parser(ROOT / "recipes/sft.py")._actions
+    known = [flag.lstrip("-") for action in actions for flag in action.option_strings]
+    assert hint(word, known, "{}") == expected
