@@ -259,6 +259,12 @@ def test_sft_reports_the_change_of_the_loss(workspace, options):
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0] and "Talk to it" in result.stdout
     assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
+    flags = [*arguments[2:8], *("--model_name_or_path", str(output_dir), "--dataset_kind", "auto", "--use_cpu")]
+    assert start([sys.executable, str(ROOT / "recipes/evaluate.py"), *flags, "--bf16", "false"]).returncode == 0
+    last = [entry for entry in log_history(output_dir) if "eval_repeated_4grams" in entry][-1]
+    found = json.loads((output_dir / "evaluation.json").read_text())["held_out"]
+    assert found == pytest.approx({key: last[key] for key in found}) and len(found) == 7
+    assert "share of repeated 4-grams" in (output_dir / "README.md").read_text()
 
 
 def test_sft_previews_the_trained_tokens(workspace):

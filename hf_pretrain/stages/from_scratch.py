@@ -21,7 +21,7 @@ from ..runtime.writing import written_whole
 PLAN_NAME = "plan.json"
 # Presets from small to large. Choose the one whose tokens per parameter, in the time on this machine, come nearest to
 # the best ratio (https://arxiv.org/abs/2203.15556).
-CANDIDATES = ("tiny", "minimind2-small", "minimind2")
+CANDIDATES = ("tiny", "minimind2-small", "minimind2", "0.5B", "1B")
 TOKENS_PER_PARAMETER = 20
 # Repeated text is worth almost as much as new text for four passes (https://arxiv.org/abs/2305.16264).
 MAX_PASSES = 4
