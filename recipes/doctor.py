@@ -3,16 +3,12 @@ Check this machine.
 
     hf-pretrain doctor
 
-The recipe checks versions, devices, memory and disk, compares the attention of all presets with a plain reference and
-a training step on the accelerator with one on the CPU, and runs two processes on each kind of device. If it finds a
-defect, it prints what to do, and its exit status is 1. To measure the memory of a run, pass `--dry_run` to the recipe
-that trains.
+The recipe checks versions, devices, memory and disk, compares training steps and generation on each kind of device
+with plain attention on the CPU, and runs two processes on each kind of device. If it finds a defect, it prints what to
+do, and its exit status is 1. To measure the memory of a run, pass `--dry_run` to the recipe that trains.
 """
 
-import itertools
-
-from hf_pretrain.model.attention_check import check_attention
-from hf_pretrain.model.step_check import check_step
+from hf_pretrain.model.step_check import check_steps
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.machine_checks import print_findings
 from hf_pretrain.runtime.parser import RecipeParser
@@ -23,7 +19,7 @@ def make_parser() -> RecipeParser:
 
 
 def main() -> None:
-    raise SystemExit(0 if print_findings(itertools.chain(check_attention(), check_step())) else 1)
+    raise SystemExit(0 if print_findings(check_steps()) else 1)
 
 
 if __name__ == "__main__":

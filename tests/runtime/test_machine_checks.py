@@ -48,6 +48,6 @@ def test_defects_of_the_machine_come_with_advice(monkeypatch):
 def test_the_doctor_runs_two_ranks():
     words = [sys.executable, str(ROOT / "recipes/doctor.py")]
     result = subprocess.run(words, capture_output=True, text=True, env=cpu_environment())
-    assert "ok    attention, cpu     float32: 0.00% off" in result.stdout, result.stdout + result.stderr
+    assert "ok    training, cpu      float32: 0.00% off" in result.stdout, result.stdout + result.stderr
     assert "ok    ranks on cpu       2 add numbers" in result.stdout, result.stdout + result.stderr
     assert result.returncode == int("bad  " in result.stdout)
