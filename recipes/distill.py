@@ -17,7 +17,6 @@ from hf_pretrain.data.data_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.training.training_arguments import DistillationTrainingArguments
@@ -39,8 +38,7 @@ def main(
         training_args, model_args, adapter_args, distillation_args, data_args, streaming=data_args.streaming
     )
     # A student with random weights gets the teacher's tokenizer.
-    tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
-    tokenizer = load_tokenizer(tokenizer_name or distillation_args.teacher_name_or_path)
+    tokenizer = model_args.load_tokenizer(checkpoint, other=distillation_args.teacher_name_or_path)
     # Load the teacher before preparing the data, so that a different vocabulary is reported at once.
     teacher = load_teacher(distillation_args.teacher_name_or_path, tokenizer, is_packed=data_args.packing != "none")
     # The output heads must have the same width, even if the teacher's is padded past its tokenizer.

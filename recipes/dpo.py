@@ -15,7 +15,6 @@ those that docs/launching.md lists; `--help-all` prints all flags.
 from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.preference_pairs import load_pairs
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
@@ -37,7 +36,7 @@ def main(
     training_args: DPOTrainingArguments,
 ):
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args)
-    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    tokenizer = model_args.load_tokenizer(checkpoint)
     pairs = load_pairs(data_args, training_args, tokenizer)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     # With an adapter, the model without its adapter is the reference.

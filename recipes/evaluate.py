@@ -36,7 +36,6 @@ from hf_pretrain.stages.evaluation import (
 )
 from hf_pretrain.stages.position_losses import measure_positions
 from hf_pretrain.stages.terminal_chat import is_base_model
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.answer_measures import measure_answers
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -48,7 +47,7 @@ ARGUMENTS = (ModelArguments, ValidationArguments, EvaluationArguments)
 def main(model_args: ModelArguments, data_args: ValidationArguments, training_args: EvaluationArguments):
     name = model_args.model_name_or_path = training_args.settle(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
-    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or name)
+    tokenizer = model_args.load_tokenizer()
     rows = load_validation(data_args, training_args, tokenizer)
 
     announce("evaluating")

@@ -15,7 +15,6 @@ empty `<think>` block before each answer, and `--use_vllm` generates with vLLM. 
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.stages.tools import load_object, load_tools
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
@@ -41,7 +40,7 @@ def main(
     environment = load_object(task_args.environment, flag="--environment") if task_args.environment else None
     # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
     checkpoint = begin_run(training_args, model_args, adapter_args, task_args)
-    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    tokenizer = model_args.load_tokenizer(checkpoint)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     check = task_check(
         rewards,

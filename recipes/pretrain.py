@@ -40,7 +40,8 @@ def main(
     # A resumed run must keep its tokenizer, which lies in the checkpoint.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     train_tokenizer = partial(load_or_train_tokenizer, tokenizer_name, vocab_size=model_args.vocab_size)
-    rows = load_rows(data_args, training_args, train_tokenizer)
+    tokenizer = model_args.load_tokenizer(checkpoint) if model_args.add_tokens else train_tokenizer
+    rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.
     model = add_adapter(
         load_model(model_args, rows.tokenizer, distributed=training_args.distributed_config), adapter_args

@@ -14,7 +14,6 @@ lists; `--help-all` prints all flags.
 from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.preference_pairs import load_pairs
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -22,7 +21,7 @@ from hf_pretrain.weights.models import ModelArguments, load_model
 
 # TRL is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.reward_model import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
+    from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 
 
 ARGUMENTS = (ModelArguments, SourceArguments, RewardTrainingArguments)
@@ -30,7 +29,7 @@ ARGUMENTS = (ModelArguments, SourceArguments, RewardTrainingArguments)
 
 def main(model_args: ModelArguments, data_args: SourceArguments, training_args: RewardTrainingArguments):
     checkpoint = begin_run(training_args, model_args, data_args)
-    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    tokenizer = model_args.load_tokenizer(checkpoint)
     train_on(
         load_pairs(data_args, training_args, tokenizer, are_whole=True),
         make_reward_model(load_model(model_args, tokenizer)),

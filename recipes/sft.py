@@ -17,7 +17,6 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.data_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.end_report import format_preview
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
@@ -41,7 +40,7 @@ def main(
         if data_args.preview
         else begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
     )
-    tokenizer = load_tokenizer(model_args.tokenizer_name_or_path or checkpoint or model_args.base_model)
+    tokenizer = model_args.load_tokenizer(checkpoint)
     rows = load_rows(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)
     if data_args.preview:
         print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))

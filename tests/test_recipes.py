@@ -22,7 +22,7 @@ from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.dpo import DPOTrainingArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
-from hf_pretrain.stages.reward_model import RewardTrainingArguments
+from hf_pretrain.stages.reward_training import RewardTrainingArguments
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args, read_config

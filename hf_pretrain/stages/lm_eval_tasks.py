@@ -92,9 +92,9 @@ def evaluate_tasks(
     """
     manager = _index_tasks(tasks, include_path)
     output = simple_evaluate(
-        # A rendered conversation begins with the template's own token.
+        # A rendered conversation begins with the template's own token, and some models know no bos.
         model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-        if is_chat
+        if is_chat or tokenizer.bos_token is None
         else BosHFLM(model, tokenizer, batch_size=batch_size),
         apply_chat_template=is_chat,
         tasks=tasks,

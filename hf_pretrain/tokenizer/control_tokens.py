@@ -3,7 +3,8 @@ The control tokens of MiniMind's tokenizers, and how documents, prompts and rend
 
 Text never becomes a control token here. A text that contains the characters of a control token, such as `<|im_end|>`
 or `<think>`, is encoded letter by letter like any other text and decodes to itself. Only the chat template writes
-control tokens, so no document can end itself early or speak as the assistant.
+control tokens, so no document can end itself early or speak as the assistant. Added tokens that are normalized and not
+special, such as those of `--add_tokens`, are words and no control tokens.
 """
 
 import json
@@ -53,19 +54,19 @@ _UNGUARDED = re.compile(f"{_GUARD}{_GUARD}|[^{_GUARD}]")
 
 def encode_documents(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """
-    Encode each document as bos, its text, eos.
+    Encode each document as bos, its text, eos; without bos if the tokenizer has none, as Qwen's.
 
     Args:
         texts (`list[str]`): the documents.
-        tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos.
+        tokenizer ([`PreTrainedTokenizerFast`]): with eos.
 
     Returns:
         `list[list[int]]`: token ids of each document.
     """
     # The fast variant computes no offsets, which documents do not need.
     encodings = _plain_backend(tokenizer).encode_batch_fast(texts, add_special_tokens=False)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return [[bos, *encoding.ids, eos] for encoding in encodings]
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    return [[*bos, *encoding.ids, tokenizer.eos_token_id] for encoding in encodings]
 
 
 def encode_prompt(
@@ -138,7 +139,7 @@ def guard_control_tokens(tokenizer: PreTrainedTokenizerFast, value: Any) -> Any:
     A chat template renders the copy, and [`encode_rendered`] removes the guards again.
 
     Args:
-        tokenizer ([`PreTrainedTokenizerFast`]): its added tokens are the control tokens, special or not.
+        tokenizer ([`PreTrainedTokenizerFast`]): its added tokens are the control tokens, except for words.
         value (JSON): any nesting of dictionaries, lists and texts.
     """
     if isinstance(value, str):
@@ -194,9 +195,11 @@ def encode_rendered(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[list
 @lru_cache(maxsize=4)
 def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return a pattern that matches control tokens, and one that matches the first character of each."""
+    added = tokenizer.added_tokens_decoder.values()
     # The cache assumes that nobody adds tokens to a tokenizer after its first use. Sort the longest spelling first,
     # because a regular expression takes the first alternative that matches.
-    spellings = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    control = (token.content for token in added if token.special or not token.normalized)
+    spellings = sorted(control, key=len, reverse=True)
     beginnings = [f"{re.escape(spelling[0])}(?={re.escape(spelling[1:])})" for spelling in spellings]
     # An empty pattern would match everywhere, `(?!)` matches nowhere.
     return re.compile("|".join(map(re.escape, spellings)) or "(?!)"), re.compile("|".join(beginnings) or "(?!)")
@@ -205,11 +208,12 @@ def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[st
 @lru_cache(maxsize=4)
 def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """
-    Return the tokenizer's backend without added tokens.
+    Return the tokenizer's backend without control tokens.
 
     NOTE: `split_special_tokens=True` is not enough. The tokenizer still matches added tokens that are not special,
     such as `<think>` here and in Qwen's tokenizers.
     """
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
-    absent: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None}
+    words = [token for token in fields["added_tokens"] if token["normalized"] and not token["special"]]
+    absent: dict[str, Any] = {"added_tokens": words, "truncation": None, "padding": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(fields | absent))

@@ -86,6 +86,22 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def add_words(tokenizer: PreTrainedTokenizerFast, path: str) -> None:
+    """
+    Add the lines of a file to a tokenizer, as tokens that also occur in text.
+
+    Raises:
+        `UserError`: if the file cannot be read.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--add_tokens {path} cannot be read: {error}. Name a text file with a token per line."
+        ) from error
+    tokenizer.add_tokens([line for line in lines if line.strip()])
+
+
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     """
     Return the tokenizer that lies beside weights, or `None` if there is none.
@@ -117,13 +133,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
         name (`str`): name of the tokenizer in error messages.
 
     Raises:
-        `ValueError`: if an id is at or above `vocab_size`, or if bos, eos or pad is missing.
+        `ValueError`: if an id is at or above `vocab_size`, or if eos or pad is missing.
     """
-    missing = [kind for kind in ("bos", "eos", "pad") if tokenizer.special_tokens_map.get(f"{kind}_token") is None]
+    missing = [kind for kind in ("eos", "pad") if tokenizer.special_tokens_map.get(f"{kind}_token") is None]
     if missing:
         raise UserError(
             f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
-            "tokenizer_config.json: documents begin with bos and end with eos, and pad fills rows up."
+            "tokenizer_config.json: documents end with eos, and pad fills rows up."
         )
     # Do not use `len(tokenizer)`: ids need not be contiguous.
     largest = max(tokenizer.get_vocab().values())

@@ -64,7 +64,7 @@ def begin_run(
             [`~training.checkpoint_choice.checkpoint_to_resume`].
     """
     training_args.other_arguments = (model_args, *others)
-    _check_arguments(training_args, others, streaming=streaming)
+    _check_arguments(training_args, training_args.other_arguments, streaming=streaming)
     complete_learning_rate(training_args, model_args.hidden_size)
     directory = RunDirectory(training_args)
     if training_args.dry_run:
@@ -101,6 +101,11 @@ def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...], *, stre
     if uses_peft and args.fp8:
         raise UserError(
             "--fp8 trains no adapters: its gains are in the matrices that --use_peft freezes. Leave one out."
+        )
+    adds_tokens = any(isinstance(part, ModelArguments) and part.add_tokens for part in others)
+    if adds_tokens and (uses_peft or args.distributed_config is not None):
+        raise UserError(
+            "--add_tokens trains new rows, which --use_peft freezes and --fsdp_size shards. Leave one out."
         )
     if streaming and args.max_steps < 1:
         raise UserError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -20,7 +20,7 @@ from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices, hint
 from ..runtime.parser import ConfigLoader
-from ..tokenizer.pretrained import check_tokenizer
+from ..tokenizer.pretrained import add_words, check_tokenizer, load_tokenizer
 from .adapters import adapter_base, load_adapter
 from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
 from .layouts import V3_YARN
@@ -115,6 +115,10 @@ class ModelArguments:
         default=None,
         metadata={"help": "Tokenizer directory or Hub id. By default the run trains one on the data and saves it."},
     )
+    add_tokens: str | None = field(
+        default=None,
+        metadata={"help": "Text file with a token per line, which the run adds to the tokenizer and the model."},
+    )
     vocab_size: int = field(default=6400, metadata={"help": "Number of entries of the tokenizer that the run trains."})
     attn_implementation: str = field(
         default="auto",
@@ -147,6 +151,17 @@ class ModelArguments:
                 "This stage starts from a trained model: pass --model_name_or_path with a directory or Hub id."
             )
         return self.model_name_or_path
+
+    def load_tokenizer(self, checkpoint: str | None = None, *, other: str | None = None) -> PreTrainedTokenizerFast:
+        """
+        Return the tokenizer of a checkpoint to resume from, or of the model, or else of the model `other`, with the
+        tokens of `add_tokens`.
+        """
+        name = self.tokenizer_name_or_path or checkpoint or self.model_name_or_path or other
+        tokenizer = load_tokenizer(name or self.base_model)
+        if self.add_tokens:
+            add_words(tokenizer, self.add_tokens)
+        return tokenizer
 
     @property
     def hidden_size(self) -> int:
@@ -205,7 +220,9 @@ def load_model(
         config = load_config(args, tokenizer)
     if args.inference_rope_scaling:
         config = extend_positions(config, args.inference_rope_scaling)
-    check_tokenizer(tokenizer, vocab_size=config.vocab_size, name=args.tokenizer_name_or_path or "the trained one")
+    needed = 1 + max(tokenizer.get_vocab().values())
+    vocab_size = max(needed, config.vocab_size) if args.add_tokens else config.vocab_size
+    check_tokenizer(tokenizer, vocab_size=vocab_size, name=args.tokenizer_name_or_path or "the trained one")
 
     _warn_about_router_loss(config)
     attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation
@@ -220,10 +237,15 @@ def load_model(
             raise UserError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
         loading["distributed_config"] = distributed
     # `from_pretrained` shards the converted weights, which are already in memory.
-    if upstream is not None:
-        return MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
     if args.model_name_or_path:
-        return load_native_checkpoint(args.model_name_or_path, **loading)
+        if upstream is not None:
+            model = MiniMindForCausalLM.from_pretrained(None, state_dict=upstream.state_dict(), **loading)
+        else:
+            model = load_native_checkpoint(args.model_name_or_path, **loading)
+        if vocab_size > config.vocab_size:
+            # The new rows begin at the mean of the old ones.
+            model.resize_token_embeddings(vocab_size)
+        return model
     # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under every
     # launcher. The constructor reads the attention implementation from the config, not from an argument.
     config._attn_implementation = attn_implementation

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preference_pairs import prepare_pairs
-from hf_pretrain.stages.reward_model import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
+from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, start

@@ -1,0 +1,126 @@
+"""Words that a run adds to a tokenizer (`--add_tokens`), and tokenizers without bos."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.data.encoding import encode_conversation
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.control_tokens import encode_documents
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.models import ModelArguments, load_model
+from tests.invariants.launching import ROOT, start
+from tests.toys import toy_model, write_jsonl
+
+
+@pytest.fixture
+def toy(tmp_path) -> ModelArguments:
+    """Return the arguments of a toy model whose tokenizer gets two words."""
+    texts = [
+        f"the {word} walks under the bridge" for word in ("river", "stone", "green light", "seven", "quiet animal")
+    ]
+    tokenizer = train_tokenizer(texts * 4, vocab_size=320)
+    assert len(tokenizer) == 320
+    toy_model(vocab_size=320).save_pretrained(tmp_path / "toy")
+    tokenizer.save_pretrained(tmp_path / "toy")
+    (tmp_path / "words.txt").write_text("watershed\n\n天气预报\n", encoding="utf-8")
+    return ModelArguments(model_name_or_path=str(tmp_path / "toy"), add_tokens=str(tmp_path / "words.txt"))
+
+
+def test_words_are_tokens_in_text_and_their_rows_begin_at_the_mean(toy):
+    tokenizer = toy.load_tokenizer()
+    text = "the watershed <think> <|im_end|>天气预报"
+    ids = encode_documents([text], tokenizer)[0]
+    assert ids.count(320) == ids.count(321) == 1 and tokenizer.decode(ids[1:-1]) == text
+    # Control tokens are still spelled letter by letter.
+    assert tokenizer.eos_token_id not in ids[:-1] and tokenizer.convert_tokens_to_ids("<think>") not in ids
+    mark_template(tokenizer)
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "watershed"}]
+    chat, is_generated = encode_conversation(tokenizer, messages)
+    assert chat.count(320) == 2 and is_generated[len(chat) - 1 - chat[::-1].index(320)]
+    model = load_model(toy, tokenizer)
+    old = MiniMindForCausalLM.from_pretrained(toy.model_name_or_path)
+    assert model.config.vocab_size == 322 and model.lm_head.weight is model.model.embed_tokens.weight
+    rows, old_rows = model.get_input_embeddings().weight, old.get_input_embeddings().weight
+    torch.testing.assert_close(rows[:320], old_rows, rtol=0, atol=0)
+    torch.testing.assert_close(rows[320:], old_rows.mean(0).expand(2, -1), rtol=0, atol=1e-3)
+    inputs = torch.tensor([encode_documents(["the river"], tokenizer)[0]])
+    torch.testing.assert_close(model(inputs).logits[..., :320], old(inputs).logits)
+    toy.add_tokens += "x"
+    with pytest.raises(UserError, match="Name a text file with a token per line"):
+        toy.load_tokenizer()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["pretrain", "sft"])
+def test_a_run_trains_the_new_rows_and_resumes(toy, tmp_path, recipe):
+    texts = [f"the watershed {n} 天气预报" for n in range(40)]
+    records = texts if recipe == "pretrain" else [{"prompt": text, "completion": text} for text in texts]
+    data = write_jsonl(tmp_path / "data.jsonl", records)
+    command = [sys.executable, str(ROOT / f"recipes/{recipe}.py"), "--model_name_or_path", toy.model_name_or_path]
+    command += ["--add_tokens", toy.add_tokens, "--dataset_name", data, "--max_length", "64", "--use_cpu"]
+    command += [
+        "--bf16",
+        "false",
+        "--report_to",
+        "none",
+        "--max_steps",
+        "2",
+        "--save_steps",
+        "1",
+        "--warmup_steps",
+        "0",
+    ]
+    result = start([*command, "--output_dir", str(tmp_path / "run")])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert load_tokenizer(tmp_path / "run").convert_tokens_to_ids("天气预报") == 321
+    weights = load_file(tmp_path / "run/model.safetensors")
+    begun = load_model(toy, toy.load_tokenizer()).get_input_embeddings().weight
+    assert ((weights["model.embed_tokens.weight"] - begun)[320:].abs().amax(1) > 1e-5).all()
+    resume = ["--resume_from_checkpoint", str(tmp_path / "run/checkpoint-1"), "--output_dir", str(tmp_path / "again")]
+    result = start([*command, *resume])
+    assert result.returncode == 0, result.stdout[-3000:]
+    for name, weight in load_file(tmp_path / "again/model.safetensors").items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-6)
+    result = start([*command, "--use_peft", "--optim_preset", "adamw", "--output_dir", str(tmp_path / "adapter")])
+    assert result.returncode == 2 and "--add_tokens trains new rows, which --use_peft freezes" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_tokenizer_without_bos_trains_and_evaluates(toy, tmp_path):
+    tokenizer = load_tokenizer(toy.model_name_or_path)
+    plain = encode_documents(["the river"], tokenizer)
+    tokenizer.bos_token = None
+    assert encode_documents(["the river"], tokenizer) == [plain[0][1:]]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = write_jsonl(tmp_path / "data.jsonl", [f"the river {n} under the bridge" for n in range(40)])
+    flags = [
+        "--use_cpu",
+        "--bf16",
+        "false",
+        "--report_to",
+        "none",
+        "--dataset_name",
+        data,
+        "--validation_fraction",
+        "0.2",
+    ]
+    sizes = "hidden_size=32,num_attention_heads=4,num_key_value_heads=2,vocab_size=320"
+    train = [
+        "--tokenizer_name_or_path",
+        str(tmp_path / "tokenizer"),
+        "--config_overrides",
+        sizes,
+        "--max_length",
+        "32",
+    ]
+    train += ["--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *flags, *train])
+    assert result.returncode == 0 and "Validation loss" in result.stdout, result.stdout[-3000:]
+    assert MiniMindForCausalLM.from_pretrained(tmp_path / "run").config.bos_token_id is None
+    assert load_tokenizer(tmp_path / "run").bos_token is None
