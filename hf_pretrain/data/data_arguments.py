@@ -185,15 +185,10 @@ class ChatArguments(DataArguments):
         metadata={"help": "Variable of the chat template; false puts an empty <think> block in front of each answer."},
     )
     add_system_ratio: float = field(
-        default=0.0,
-        metadata={"help": "Share of the training conversations that get a random system message; MiniMind takes 0.2."},
+        default=0.0, metadata={"help": "Share of the training conversations with a random system message, e.g. 0.2."}
     )
     empty_think_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of the training conversations whose answers begin with an empty <think> block if they have "
-            "no thought; by default the template decides. MiniMind takes 0.2."
-        },
+        default=None, metadata={"help": "Share of the training conversations with empty <think> blocks, e.g. 0.2."}
     )
     train_on: str = field(
         default="assistant",

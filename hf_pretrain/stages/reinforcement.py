@@ -63,7 +63,7 @@ class TaskArguments:
         default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
     )
     add_system_ratio: float = field(
-        default=0.0, metadata={"help": "Share of the prompts that get a random system message; MiniMind takes 0.2."}
+        default=0.0, metadata={"help": "Share of the prompts with a random system message, e.g. 0.2."}
     )
     max_rejected_ratio: float = field(
         default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
@@ -146,11 +146,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         metadata={"help": "Whether the model reasons before it answers; by default the template decides."},
     )
     thinking_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of the prompts that ask for a thought; the others get an empty <think> block. MiniMind "
-            "takes 0.9, and 0.1 for tools."
-        },
+        default=None, metadata={"help": "Share of the prompts that ask for a thought; the others get an empty one."}
     )
     normalize_advantages: bool = field(
         default=False, metadata={"help": "RLOO: normalise the advantages of a batch to mean 0, deviation 1."}
