@@ -4,14 +4,14 @@ Train a tokenizer on the documents that a pretraining run would train on, and sa
     hf-pretrain tokenizer --dataset_name embedded --vocab_size 6400 --output_dir out/tokenizer
 
 Pass the tokenizer to a run with `hf-pretrain pretrain --tokenizer_name_or_path out/tokenizer`. The recipe prints the
-bytes per token on the validation set. With more bytes per token, the same text has fewer tokens.
+bytes per token on the validation set. With more bytes per token, the same text has fewer tokens. To share the
+tokenizer, run `hf upload me/mine out/tokenizer`.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, written_whole
 from hf_pretrain.tokenizer.control_tokens import encode_documents
@@ -39,11 +39,6 @@ class TokenizerArguments:
         default=50_000_000, metadata={"help": "Train on evenly spaced documents with at most this many characters."}
     )
     max_rejected_ratio: float = field(default=0.01, metadata={"help": "Largest share of bad lines."})
-    push_to_hub: bool = field(default=False, metadata={"help": "Push the tokenizer."})
-    hub_model_id: str | None = field(
-        default=None, metadata={"help": "Repository; by default the name of the directory."}
-    )
-    hub_private_repo: bool | None = field(default=None, metadata={"help": "Make a new repository private."})
 
 
 ARGUMENTS = (TokenizerArguments,)
@@ -52,10 +47,6 @@ ARGUMENTS = (TokenizerArguments,)
 def main(args: TokenizerArguments) -> None:
     check_empty(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
-    if args.push_to_hub:
-        # Create the repository before the training, so that a refusal costs no time.
-        repo_id = create_repository(args.hub_model_id or output_dir.name, private=args.hub_private_repo)
-
     train, validation = load_documents(
         args.dataset_name,
         text_column=args.text_column,
@@ -79,8 +70,6 @@ def main(args: TokenizerArguments) -> None:
         num_tokens = sum(len(ids) - 2 for ids in encode_documents(texts, tokenizer))
         num_bytes = sum(len(text.encode()) for text in texts)
         print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} validation documents")
-    if args.push_to_hub:
-        print(f"Pushed to {push_folder(output_dir, repo_id, message='Tokenizer')}")
 
 
 if __name__ == "__main__":

@@ -468,12 +468,3 @@ def test_the_commands_of_the_documentation(workspace, server, environment, tmp_p
     assert json.loads((tmp_path / "out/4/trainer_state.json").read_text())["global_step"] == 4
     assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
     assert "model.safetensors" in files_of(server, "user/mine-llama")
-
-
-@pytest.mark.slow
-def test_tokenizers_are_pushed(workspace, server, environment, tmp_path):  # noqa: F811
-    command = [sys.executable, str(ROOT / "recipes/tokenizer.py"), "--dataset_name", str(workspace / "train.jsonl")]
-    options = ["--vocab_size", "320", "--output_dir", str(tmp_path / "words"), "--push_to_hub"]
-    result = start([*command, *options], **environment)
-    assert result.returncode == 0 and f"Pushed to {server.endpoint}/user/words" in result.stdout
-    assert files_of(server, "user/words") == TOKENIZER
