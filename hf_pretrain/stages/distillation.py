@@ -158,11 +158,6 @@ class DistillationTrainer(MaskedLossTrainer):
         """False, because the divergence needs the student's logits."""
         return False
 
-    @property
-    def _autocast_dtype(self) -> torch.dtype:
-        """Dtype of the teacher's forward pass; it equals the student's."""
-        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-
     @torch.no_grad()
     def _ask(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """
@@ -173,7 +168,8 @@ class DistillationTrainer(MaskedLossTrainer):
         if isinstance(self.teacher, MiniMindForCausalLM):
             # Without them, a MiniMind teacher would read the documents from the positions, and wait for the device.
             given |= {name: inputs[name] for name in ("cu_seq_lens_q", "max_length_q") if name in inputs}
-        dtype = self._autocast_dtype
+        # As the student's forward pass.
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         with torch.autocast(self.args.device.type, dtype=dtype, enabled=dtype != torch.float32):
             logits = self.teacher(**given, use_cache=False).logits
         logits = logits[..., : self._shared_vocab_size].float()
