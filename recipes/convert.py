@@ -14,8 +14,7 @@ and write MiniMind's LoRA files.
     hf-pretrain convert --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
 The recipe reads the result back, and compares its logits with the logits of the source. The output and the model card
-state the largest difference. For a GGUF file with rounded weights, they also state the perplexity on validation text
-before and after.
+state the largest difference.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
-from hf_pretrain.weights.comparing import validation_documents
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.models import parse_fields
@@ -55,8 +53,6 @@ def main(args: argparse.Namespace) -> None:
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
-    # A GGUF file with rounded weights costs perplexity: measure how much.
-    is_rounded = args.format == "gguf" and args.dtype not in (None, "float32")
     announce("writing the model")
     report = export(
         model,
@@ -77,7 +73,6 @@ def main(args: argparse.Namespace) -> None:
             license=args.hub_license,
             has_tokenizer=tokenizer is not None,
         ),
-        documents=validation_documents(args.dataset_name, tokenizer) if is_rounded and tokenizer else None,
     )
     print(f"{args.to}: {report}")
     if args.push:
@@ -103,12 +98,6 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
-    parser.add_argument(
-        "--dataset_name",
-        nargs="+",
-        default=["embedded"],
-        help="for GGUF: the perplexity is measured on the validation set of these data",
-    )
     parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default the source's")
     parser.add_argument(
         "--stage",

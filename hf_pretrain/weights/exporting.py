@@ -112,7 +112,6 @@ def export(
     model_name: str = "MiniMind",
     stage: str = "full_sft",
     card: Callable[[str], str] | None = None,
-    documents: list[list[int]] | None = None,
 ) -> ExportReport:
     """
     Write `model` in another format, read it back, and compare the logits.
@@ -130,7 +129,6 @@ def export(
         model_name (`str`, *optional*): the name of the model in a GGUF file.
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
         card (`Callable`, *optional*): returns the model card, given the report as text.
-        documents (`list[list[int]]`, *optional*): token ids to measure the perplexity on, before and after.
 
     Returns:
         [`ExportReport`]: how far the written model is from `model`.
@@ -172,7 +170,7 @@ def export(
             written = _write(converted, aside, target, file_name=upstream_file_name(model.config, stage))
         name = f"GGUF ({target})" if format == "gguf" else target
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
-        report = compare(_cast(model, torch.float32), written.eval(), name, dtype, documents)
+        report = compare(_cast(model, torch.float32), written.eval(), name, dtype)
         # Its weights are mapped from the files, and Windows renames no file that is mapped.
         del written
         difference = report.decisive_difference

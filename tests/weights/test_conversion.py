@@ -4,10 +4,7 @@ import json
 import math
 import os
 import pickle
-import re
-import runpy
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,9 +22,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
 from hf_pretrain.weights.importing import is_native_checkpoint, load_upstream
 from hf_pretrain.weights.models import ModelArguments, load_model
-from tests.invariants.launching import ROOT
 from tests.model.test_modeling_minimind import assert_near
-from tests.toys import write_jsonl
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -428,19 +423,3 @@ def test_a_damaged_checkpoint_of_ours_is_refused(change, message, build_model, t
         load_upstream(tmp_path)
     with pytest.raises(ValueError, match=message):
         load_model(arguments, tokenizer)
-
-
-def test_a_rounded_gguf_costs_perplexity_on_validation_text(talker, tmp_path, monkeypatch, capsys):
-    write_jsonl(tmp_path / "text.jsonl", [f"It rains in Oslo, and {number} is four." for number in range(400)])
-
-    def convert(dtype: str) -> str:
-        words = ["--from", str(talker), "--to", str(tmp_path / dtype), "--format", "gguf", "--dtype", dtype]
-        monkeypatch.setattr(sys, "argv", ["convert.py", *words, "--dataset_name", str(tmp_path / "text.jsonl")])
-        runpy.run_path(str(ROOT / "recipes/convert.py"), run_name="__main__")
-        return capsys.readouterr().out
-
-    ((before, after),) = re.findall(r"perplexity on validation text ([\d.]+) before, ([\d.]+) after", convert("q4_0"))
-    # The model knows a few sentences by heart, and the text is none of them.
-    assert 1 < float(before) != float(after)
-    assert f"{before} before, {after} after" in (tmp_path / "q4_0/README.md").read_text()
-    assert "perplexity" not in convert("float32")
