@@ -126,7 +126,8 @@ def write_models(upstream: Path, directory: Path) -> None:
         file = upstream / f"out/{name}_{WIDTH}{suffix}.pth"
         torch.save(model.state_dict(), file)
         name += suffix
-        load_upstream(file).save_pretrained(directory / name)
+        config = {"num_experts_per_tok": 1} if suffix else None
+        load_upstream(file, config=config).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     arguments = AdapterArguments(use_peft=True, lora_r=16, lora_alpha=16, lora_target_modules=["q_proj", "o_proj"])
     adapted = add_adapter(load_native_checkpoint(directory / "base", dtype=torch.float32), arguments)

@@ -21,7 +21,6 @@ from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.training_arguments import LMTrainingArguments
-from .position_losses import format_positions
 from .tool_call_task import TASK, evaluate_tool_calls, format_failures
 
 
@@ -211,14 +210,16 @@ def format_results(results: dict[str, Any]) -> str:
         if metric.key in figures:
             label = metric.name.replace("_", " ") + (f" ({metric.unit})" if metric.unit else "")
             rows.append(("validation", label, f"{figures[metric.key]:.4f}", ""))
+    for row in results.get("loss_by_position", []):
+        names = [name for name in row if name.startswith("loss")]
+        on = f"positions {row['first']}-{row['last']}"
+        rows += [(on, name.replace("_", " "), f"{row[name]:.4f}", f"{row['tokens']:,} tokens") for name in names]
     for task, result in _whole_tasks(results["tasks"]).items():
         for metric, entry in result["metrics"].items():
             error = f"± {entry['stderr']:.4f}" if entry["stderr"] is not None else ""
             rows.append((task, metric, f"{entry['value']:.4f}", error))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if "loss_by_position" in results:
-        lines.append(format_positions(results["loss_by_position"]))
     if TASK in results["tasks"]:
         lines.append(format_failures(results["tasks"][TASK]))
     return "\n".join(lines)

@@ -60,13 +60,3 @@ def _sum_losses(trainer: MaskedLossTrainer, rows: Dataset) -> tuple[torch.Tensor
         for total, weights in zip(totals, (kept, losses * kept), strict=True):
             total += torch.bincount(bins, weights, minlength=len(total)).cpu()
     return totals[0], totals[1]
-
-
-def format_positions(table: list[dict[str, Any]]) -> str:
-    """Return the table for the terminal."""
-    names = ["tokens", *(name for name in table[0] if name.startswith("loss"))]
-    lines = ["", "positions      " + "".join(f"{name.replace('_', ' '):>20}" for name in names)]
-    for row in table:
-        figures = "".join(f"{row[name]:>20,.4f}" for name in names[1:])
-        lines.append(f"{row['first']:>6}-{row['last']:<8}{row['tokens']:>20,}{figures}")
-    return "\n".join(lines)
