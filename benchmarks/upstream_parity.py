@@ -95,7 +95,7 @@ def write_data(directory: Path, num_steps: int) -> None:
 
     number = num_steps * BATCH_SIZE
     questions = [f"{draw(3, 10)} {index}" for index in range(number)]
-    records = {
+    records: dict[str, list[Any]] = {
         "pretrain": [{"text": f"{question} {draw(5, 20)}"} for question in questions],
         "sft": [{"conversations": chat(question)} for question in questions],
         "dpo": [{"chosen": chat(question), "rejected": chat(question)} for question in questions],
@@ -146,12 +146,23 @@ def write_models(upstream: Path, directory: Path) -> None:
 
 def upstream_flags(stage: str, data: Path) -> list[str]:
     """Return the flags of MiniMind's script."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "from_weight": "base", "use_moe": int("moe" in stage)}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "from_weight": "base",
+        "use_moe": int("moe" in stage),
+    }
     if stage == "distillation":
         sizes = {"teacher_use_moe": 0, "from_student_weight": "base", "from_teacher_weight": "teacher"}
         sizes |= {f"{who}_hidden_size": WIDTH for who in ("student", "teacher")}
         sizes |= {f"{who}_num_layers": 2 for who in ("student", "teacher")}
-    flags = {"epochs": 1, "batch_size": BATCH_SIZE, "learning_rate": RATE, "device": "cpu", "dtype": "float32"}
+    flags: dict[str, Any] = {
+        "epochs": 1,
+        "batch_size": BATCH_SIZE,
+        "learning_rate": RATE,
+        "device": "cpu",
+        "dtype": "float32",
+    }
     flags |= {"num_workers": 0, "accumulation_steps": 1, "grad_clip": 1.0, "max_seq_len": LENGTH, "data_path": data}
     return [word for name, value in (flags | sizes).items() for word in (f"--{name}", str(value))]
 
@@ -159,7 +170,11 @@ def upstream_flags(stage: str, data: Path) -> list[str]:
 def our_flags(stage: str, data: Path, directory: Path, labels: str) -> list[str]:
     """Return the flags of our recipe, as docs/from-minimind.md lists them."""
     base = directory / {"lora": "adapter", "pretrain-moe": "base_moe"}.get(stage, "base")
-    flags = {"model_name_or_path": base, "dataset_name": data, "output_dir": directory / f"{stage}-{labels}"}
+    flags: dict[str, Any] = {
+        "model_name_or_path": base,
+        "dataset_name": data,
+        "output_dir": directory / f"{stage}-{labels}",
+    }
     flags |= {"per_device_train_batch_size": BATCH_SIZE, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
     flags |= {"optim_preset": "adamw", "learning_rate": RATE, "adam_beta2": 0.999, "weight_decay": 0}
     flags |= {"warmup_steps": 0, "max_grad_norm": 1.0, "max_length": LENGTH, "validation_fraction": 0}
