@@ -129,3 +129,15 @@ def test_the_table_of_preparation_is_that_of_its_record():
     small, large = found["growth"]["runs"]
     text = " ".join(performance().split())
     assert f"0.1 GB took {small['seconds']:.0f} seconds and 1 GB took {large['seconds']:.0f} seconds" in text
+
+
+def test_the_launches_are_those_of_the_record():
+    runs = {run["run"]: run for run in record("cuda-calls")["runs"]}
+    rows = re.findall(r"^\| `(minimind[^`]*)` \| \d+ x \d+ \|(.*)\|$", performance(), re.M)
+    for preset, cells in rows:
+        for gib, cell in zip((80, 40, 24), cells.split("|"), strict=True):
+            expected = " not counted "
+            if run := runs.get(f"pretrain, {preset}, {gib} GiB"):
+                expected = f": {run['launches'] + run['matrix_products']:,.0f}, {run['peak_gib']:.1f} GiB "
+            assert cell.endswith(expected), (preset, gib)
+    assert len(rows) == 6
