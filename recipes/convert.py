@@ -24,7 +24,6 @@ from pathlib import Path
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.names import model_name
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.writing import check_empty
@@ -61,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer=tokenizer,
         dtype=args.dtype,
         generation=args.generation,
-        model_name=model_name(args.hub_model_id or args.source),
+        model_name=Path(args.hub_model_id or args.source).name,
         stage=args.stage or upstream_stage(args.source),
         # Let the export write the card, because the card states the measured difference.
         card=partial(

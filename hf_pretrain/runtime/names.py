@@ -84,13 +84,6 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (name, None)
 
 
-def model_name(name: str | Path) -> str:
-    """Return the last part of a model's name, without the suffix of a weight file."""
-    repo_id, file = split_hub_name(str(name))
-    last = Path(file or repo_id).name
-    return last.removesuffix(Path(last).suffix) if last.endswith(_WEIGHT_SUFFIXES) else last
-
-
 @dataclass(frozen=True)
 class DatasetName:
     """
