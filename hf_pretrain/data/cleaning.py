@@ -164,23 +164,21 @@ class OverlapFinder:
 
     Args:
         texts (`Iterable[str]`): the held-out texts: a validation set, or the questions of evaluation tasks.
-
-    Attributes:
-        short (`set[str]`): the normalized held-out texts with fewer characters.
     """
 
     def __init__(self, texts: Iterable[str]):
         self._windows: set[int] = set()
-        self.short: set[str] = set()
+        # The normalized texts with fewer characters.
+        self._short: set[str] = set()
         for text in map(normalize, texts):
             self._windows.update(map(hash, _windows(text)))
             if len(text) < OVERLAP_CHARS:
-                self.short.add(text)
+                self._short.add(text)
 
     def finds(self, text: str) -> bool:
         """Return whether a text shares a window with the held-out texts, or equals a short one."""
         text = normalize(text)
-        return text in self.short or any(hash(window) in self._windows for window in _windows(text))
+        return text in self._short or any(hash(window) in self._windows for window in _windows(text))
 
 
 def _windows(text: str) -> Iterator[str]:
@@ -279,11 +277,6 @@ def clean_data(
     sources, held_out_sources = list_sources(names), list_sources(held_out or [])
     texts = held_out_texts(read_records(held_out_sources, text_column=held_out_column))
     finder = OverlapFinder(itertools.chain(texts, more_held_out))
-    if finder.short:
-        print(
-            f"Held-out texts with less than {OVERLAP_CHARS} characters: {len(finder.short):,}. "
-            "The command drops only records that equal one of them."
-        )
     with written_whole(path.parent, lock=f".{path.name}.lock") as scratch:
         # Another process may have written them since the first check.
         check_unused(output)

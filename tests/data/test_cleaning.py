@@ -129,7 +129,6 @@ def test_overlap_with_held_out_text():
 def test_a_short_held_out_text_is_found_as_a_whole():
     finder = OverlapFinder(["What is 17 + 4?", "x" * 60])
     assert finder.finds(" what is 17 + 4? ") and not finder.finds("What is 17 + 4? It is 21.")
-    assert len(finder.short) == 1
 
 
 def test_held_out_records_must_be_readable(tmp_path):
@@ -264,8 +263,7 @@ def test_the_command(tmp_path, capsys):
     assert "b.jsonl exists" in capsys.readouterr().err
     words[-1] = str(tmp_path / "c.jsonl")
     run_command(*words, "--held_out", write_jsonl(tmp_path / "held_out.jsonl", [sentences(2)[1], "ab"]))
-    assert "Held-out texts with less than 60 characters: 1." in (printed := capsys.readouterr().out)
-    assert "1  in the held-out data" in printed
+    assert "1  in the held-out data" in capsys.readouterr().out
     run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
     assert "31 texts, " in printed and printed.count("--- ") == 2
