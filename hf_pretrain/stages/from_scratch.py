@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 20
 # Repeated text is worth almost as much as new text for four passes (https://arxiv.org/abs/2305.16264).
 MAX_PASSES = 4
 # Share of pretraining in the time of the steps (docs/performance.md).
-PRETRAINING_SHARE = 0.7
+PRETRAINING_SHARE = 0.5
 # Lines of the plan that `--dry_run` prints.
 _PLAN = re.compile(
     r"^Steps +([\d,]+) of ([\d,]+) .* over ([\d,]+) sequences$.*, (\S+) per parameter$.*^Time +(\S+) s per step",
