@@ -23,9 +23,9 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "num_shared_experts": 1, "qk_norm":
 LENGTHS = (270, 65, 1)
 # Batches of pretraining, of reinforcement learning (padded on the left), and of sampling with a cache.
 LAYOUTS = ("packed documents", "padding", "generation")
-# Largest difference, relative to the norm. Rounding causes 0.5 % in bfloat16, and TF32 0.1 %. A head that is wrong by
+# Largest difference, relative to the norm. Rounding causes 0.9 % in bfloat16, and TF32 0.1 %. A head that is wrong by
 # a third, or a wrong scale of the scores, causes 3 % or more; a missing mask causes 30 %.
-LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.02, torch.float16: 0.01}
+LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.025, torch.float16: 0.01}
 
 
 def check_steps() -> Iterator[Finding]:
@@ -47,9 +47,8 @@ def find_errors(device: str, dtype: torch.dtype) -> Iterator[tuple[float, str]]:
     """
     models: dict[str, dict[str, Any]] = {}
     for config in (MiniMindConfig(**preset) for preset in PRESETS.values()):
-        names = ("num_attention_heads", "num_key_value_heads", "head_dim")
-        heads = {name: vars(config)[name] for name in names}
-        models["{}/{} heads of {}".format(*heads.values())] = heads
+        heads = {name: vars(config)[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+        models[f"{config.num_attention_heads}/{config.num_key_value_heads} heads of {config.head_dim}"] = heads
     if dtype == torch.float32:
         # In half precision, rounding may choose another expert. On CPUs and Apple GPUs, training loops over experts.
         models["experts"] = {**EXPERTS, "experts": "eager" if device in ("cpu", "mps") else "grouped_mm"}
