@@ -1,10 +1,11 @@
 """
-Train a chat model with verifiable rewards: GRPO, its CISPO and DAPO losses, or RLOO.
+Train a chat model with rewards for its answers: GRPO, its CISPO and DAPO losses, or RLOO.
 
     hf-pretrain grpo --preset tiny --model_name_or_path out/sft-tiny
     hf-pretrain grpo --model_name_or_path out/sft --dataset_name embedded:arithmetic --rewards arithmetic format
-    hf-pretrain grpo --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards solution \\
-        --tools my_tools:TOOLS
+    hf-pretrain grpo --model_name_or_path out/a --dataset_name rlaif.jsonl --trust_remote_code true \\
+        --rewards length thought_length closed_thought repetition internlm/internlm2-1_8b-reward
+    hf-pretrain grpo --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards agent --tools my_tools:TOOLS
     torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
 `--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts an
