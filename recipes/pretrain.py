@@ -17,6 +17,7 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.eval_tasks import EvalTaskArguments, task_callbacks
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
@@ -25,17 +26,20 @@ from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.models import ModelArguments, load_model
 
 
-ARGUMENTS = (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)
+ARGUMENTS = (ModelArguments, AdapterArguments, DataArguments, EvalTaskArguments, LMTrainingArguments)
 
 
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
     data_args: DataArguments,
+    task_args: EvalTaskArguments,
     training_args: LMTrainingArguments,
 ):
     # Lock the output directory, seed, and find the checkpoint to resume from, if any.
-    checkpoint = begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
+    checkpoint = begin_run(
+        training_args, model_args, adapter_args, data_args, task_args, streaming=data_args.streaming
+    )
 
     # A resumed run must keep its tokenizer, which lies in the checkpoint.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
@@ -55,6 +59,7 @@ def main(
         checkpoint=checkpoint,
         base_model=model_args.model_name_or_path,
         training_args=training_args,
+        callbacks=task_callbacks(task_args, training_args, rows),
     )
 
 

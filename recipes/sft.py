@@ -17,6 +17,7 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.data_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.eval_tasks import EvalTaskArguments, task_callbacks
 from hf_pretrain.training.end_report import format_preview
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
@@ -25,20 +26,21 @@ from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.models import ModelArguments, load_model
 
 
-ARGUMENTS = (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments)
+ARGUMENTS = (ModelArguments, AdapterArguments, ChatArguments, EvalTaskArguments, SFTTrainingArguments)
 
 
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
     data_args: ChatArguments,
+    task_args: EvalTaskArguments,
     training_args: SFTTrainingArguments,
 ):
     # A preview trains nothing, so it must not touch the output directory.
     checkpoint = (
         None
         if data_args.preview
-        else begin_run(training_args, model_args, adapter_args, data_args, streaming=data_args.streaming)
+        else begin_run(training_args, model_args, adapter_args, data_args, task_args, streaming=data_args.streaming)
     )
     tokenizer = model_args.load_tokenizer(checkpoint)
     rows = load_rows(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)
@@ -56,6 +58,7 @@ def main(
         checkpoint=checkpoint,
         base_model=model_args.model_name_or_path,
         training_args=training_args,
+        callbacks=task_callbacks(task_args, training_args, rows),
     )
 
 

@@ -21,6 +21,7 @@ from hf_pretrain.data.data_arguments import ChatArguments, DataArguments, Source
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.dpo import DPOTrainingArguments
+from hf_pretrain.stages.eval_tasks import EvalTaskArguments
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.reward_training import RewardTrainingArguments
 from hf_pretrain.stages.rewards import load_reward_functions
@@ -40,8 +41,8 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 
 RECIPE = str(ROOT / "recipes/pretrain.py")
 STAGES = {
-    "pretrain": (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments),
-    "sft": (ModelArguments, AdapterArguments, ChatArguments, SFTTrainingArguments),
+    "pretrain": (ModelArguments, AdapterArguments, DataArguments, EvalTaskArguments, LMTrainingArguments),
+    "sft": (ModelArguments, AdapterArguments, ChatArguments, EvalTaskArguments, SFTTrainingArguments),
     "dpo": (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments),
     "reward": (ModelArguments, SourceArguments, RewardTrainingArguments),
     "distill": (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments),

@@ -21,6 +21,7 @@ from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS
 from ..runtime.writing import check_output
 from ..training.training_arguments import LMTrainingArguments
+from .eval_tasks import check_whole_model
 from .tool_call_task import TASK, evaluate_tool_calls, format_failures
 
 
@@ -57,7 +58,7 @@ class EvaluationArguments(LMTrainingArguments):
     reproduces the figures of that run.
 
     Raises:
-        `ValueError`: for tasks if lm-eval is not installed, or if there are several processes.
+        `ValueError`: for tasks if lm-eval is not installed, or if the processes share one model.
     """
 
     # An evaluation trains nothing, so it must not refuse a DeepSpeed config that Muon cannot follow.
@@ -97,11 +98,12 @@ class EvaluationArguments(LMTrainingArguments):
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
-        if (self.tasks or self.loss_by_position) and self.world_size > 1:
+        if self.loss_by_position and self.world_size > 1:
             raise UserError(
-                f"--tasks and --loss_by_position need a single process, and {self.world_size} were started: launch "
-                "with python."
+                f"--loss_by_position needs a single process, and {self.world_size} were started: launch with python."
             )
+        if self.tasks:
+            check_whole_model(self, "--tasks")
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
 

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -23,9 +25,26 @@ with needing_extra("eval", "Evaluation tasks need lm-eval"):
     from lm_eval.tasks import TaskManager
 
 
-class BosHFLM(HFLM):
+class RankHFLM(HFLM):
+    """lm-eval's `HFLM` for a model in memory that each rank holds as a whole. The ranks share the examples."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **options: Any):
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", **options)
+        # NOTE: HFLM gathers by it, but for a model in memory it assumes a single process.
+        self.accelerator = Accelerator()
+
+    @property
+    def rank(self) -> int:
+        return PartialState().process_index
+
+    @property
+    def world_size(self) -> int:
+        return PartialState().num_processes
+
+
+class BosHFLM(RankHFLM):
     """
-    lm-eval's `HFLM` for a model in memory, with exactly one bos at the beginning of every text.
+    [`RankHFLM`] with exactly one bos at the beginning of every text.
 
     Args:
         model ([`PreTrainedModel`]): the model, in eval mode, on its device.
@@ -40,9 +59,8 @@ class BosHFLM(HFLM):
             single=[tokenizer.bos_token, "$A"], special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
         )
         super().__init__(
-            pretrained=model,
-            tokenizer=tokenizer,
-            backend="causal",
+            model,
+            tokenizer,
             batch_size=batch_size,
             # HFLM then encodes with special tokens, that is, with the post-processor above.
             add_bos_token=True,
@@ -70,7 +88,7 @@ def evaluate_tasks(
     is_chat: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """
-    Run tasks of lm-eval.
+    Run tasks of lm-eval. All ranks must call this function; they share the examples, and get the same results.
 
     Args:
         model ([`PreTrainedModel`]): the model, in eval mode.
@@ -93,7 +111,7 @@ def evaluate_tasks(
     manager = _index_tasks(tasks, include_path)
     output = simple_evaluate(
         # A rendered conversation begins with the template's own token, and some models know no bos.
-        model=HFLM(model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+        model=RankHFLM(model, tokenizer, batch_size=batch_size)
         if is_chat or tokenizer.bos_token is None
         else BosHFLM(model, tokenizer, batch_size=batch_size),
         apply_chat_template=is_chat,
@@ -104,6 +122,8 @@ def evaluate_tasks(
         # Logged samples would keep every question and answer in memory.
         log_samples=False,
     )
+    # lm-eval gives results to the first rank only.
+    [output] = broadcast_object_list([output])
     summaries = {name: _summary(name, output) for name in output["results"]}
     for group, members in output["group_subtasks"].items():
         # Some groups have no figures of their own.

@@ -272,6 +272,47 @@ def test_the_recipe_runs_tasks_and_pushes_the_model_with_its_results(run, tasks,
     )
 
 
+@pytest.mark.distributed
+def test_two_processes_share_the_examples_of_tasks(talker, tasks, task_results, tmp_path):
+    flags = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--validation_fraction", "0"]
+    flags += ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks), "--apply_chat_template", "false"]
+    result = evaluate("torchrun", *flags, "--bf16", "false", "--use_cpu")
+    assert result.returncode == 0, result.stdout[-3000:]
+    found = json.loads((tmp_path / "evaluation.json").read_text())["tasks"]
+    for name, expected in task_results.items():
+        # Bootstrapped errors depend on the order of the examples.
+        for metric, figures in expected["metrics"].items():
+            assert found[name]["metrics"][metric]["value"] == pytest.approx(figures["value"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_measures_tasks_with_each_evaluation_and_learns_the_same(run, talker, tasks, tmp_path):
+    _, data = run
+    command = [*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), "--model_name_or_path", str(talker)]
+    command += [*data, "--config_overrides", "dropout=0.1", "--max_steps", "2", "--eval_steps", "1", "--use_cpu"]
+    command += ["--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--output_dir"]
+    logs = []
+    for name in ("plain", "tasks"):
+        flags = ["--eval_tasks", "toy_choice,toy_text", "--eval_tasks_path", str(tasks)] if name == "tasks" else []
+        result = start([*command, str(tmp_path / name), *flags])
+        assert result.returncode == 0, result.stdout[-3000:]
+        logs.append(json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"])
+    plain, measured = ([entry["loss"] for entry in log if "loss" in entry] for log in logs)
+    # The dropout of step 2 does not depend on the tasks after step 1.
+    assert plain == measured and len(plain) == 2
+    evaluations = [entry for entry in logs[1] if "eval_loss" in entry]
+    model, tokenizer = MiniMindForCausalLM.from_pretrained(tmp_path / "tasks").eval(), load_tokenizer(talker)
+    from hf_pretrain.stages.lm_eval_tasks import evaluate_tasks
+
+    after = evaluate_tasks(model, tokenizer, ["toy_text"], include_path=[str(tasks)])["toy_text"]["metrics"]
+    figures = [entry["eval_toy_text_bits_per_byte"] for entry in evaluations]
+    assert len(figures) == 2 and figures[1] == pytest.approx(after["bits_per_byte"]["value"], rel=1e-5)
+    assert all("eval_toy_choice_acc" in entry for entry in evaluations)
+    assert f"toy_text_bits_per_byte {figures[1]:.4f}" in result.stdout
+    result = start([*command, str(tmp_path / "none"), *flags, "--validation_fraction", "0"])
+    assert result.returncode == 2 and "--eval_tasks runs with each evaluation, and there is none" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

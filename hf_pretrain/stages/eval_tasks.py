@@ -1,0 +1,100 @@
+"""Tasks of lm-eval during training (`--eval_tasks`): with each evaluation, on all ranks."""
+
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_callback import TrainerCallback
+
+from ..data.preparation import PreparedData
+from ..runtime.errors import UserError
+from ..training.callbacks import print_line
+from ..training.training_arguments import LMTrainingArguments
+
+
+@dataclass
+class EvalTaskArguments:
+    """Tasks of lm-eval that each evaluation runs."""
+
+    eval_tasks: str | None = field(
+        default=None, metadata={"help": "Tasks of lm-eval to run with each evaluation, separated by commas."}
+    )
+    eval_tasks_limit: float | None = field(
+        default=100, metadata={"help": "Number of examples per task of --eval_tasks, or a share if below 1."}
+    )
+    eval_tasks_path: list[str] | None = field(
+        default=None, metadata={"help": "Directories with further task YAMLs for --eval_tasks."}
+    )
+
+
+def check_whole_model(args: LMTrainingArguments, flag: str) -> None:
+    """Raise `UserError` if the ranks of a run hold only parts of the model."""
+    is_sharded = args.distributed_config is not None or args.fsdp_plugin_args is not None
+    if is_sharded or is_deepspeed_zero3_enabled():
+        raise UserError(f"{flag} needs the whole model in each process: start torchrun, or DeepSpeed with ZeRO-2.")
+
+
+class EvalTasksCallback(TrainerCallback):
+    """
+    Run tasks with each evaluation. Print their metrics, and put them into the log and the metrics of the evaluation,
+    as `eval_<task>_<metric>`.
+
+    Args:
+        tasks (`list[str]`): the tasks.
+        options: the tokenizer and the other arguments of [`~stages.lm_eval_tasks.evaluate_tasks`].
+    """
+
+    def __init__(self, tasks: list[str], **options: Any):
+        # lm-eval is an optional package.
+        from .lm_eval_tasks import evaluate_tasks
+
+        self.evaluate_tasks = partial(evaluate_tasks, tasks=tasks, **options)
+
+    def on_evaluate(self, args, state, control, model=None, metrics: Any = None, **kwargs):
+        # lm-eval seeds all random numbers, and the training must not depend on the tasks.
+        states = random.getstate(), np.random.get_state()
+        # A compiled layer would be compiled again for each length.
+        with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+            results = self.evaluate_tasks(model.eval())
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        figures = {
+            f"eval_{task}_{name}": metric["value"]
+            for task, result in results.items()
+            for name, metric in result["metrics"].items()
+        }
+        metrics.update(figures)
+        state.log_history[-1].update(figures)
+        if state.is_world_process_zero:
+            text = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
+            print_line(f"step {state.global_step}/{state.max_steps}: {text}")
+
+
+def task_callbacks(
+    args: EvalTaskArguments, training_args: LMTrainingArguments, data: PreparedData
+) -> list[TrainerCallback]:
+    """
+    Return the callback of `--eval_tasks`, or none. A model that learns to chat is asked in its chat template.
+
+    Raises:
+        `UserError`: without a validation set, or if the ranks hold only parts of the model.
+    """
+    if args.eval_tasks is None:
+        return []
+    check_whole_model(training_args, "--eval_tasks")
+    if data.eval is None:
+        raise UserError("--eval_tasks runs with each evaluation, and there is none. Raise --validation_fraction.")
+    return [
+        EvalTasksCallback(
+            args.eval_tasks.split(","),
+            tokenizer=data.tokenizer,
+            limit=args.eval_tasks_limit,
+            include_path=args.eval_tasks_path,
+            batch_size=training_args.per_device_eval_batch_size,
+            is_chat=data.kind != "text",
+        )
+    ]
