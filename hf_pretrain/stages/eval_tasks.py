@@ -1,8 +1,8 @@
 """Tasks of lm-eval during training (`--eval_tasks`): with each evaluation, on all ranks."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,8 @@ class EvalTasksCallback(TrainerCallback):
         # lm-eval is an optional package.
         from .lm_eval_tasks import evaluate_tasks
 
-        self.evaluate_tasks = partial(evaluate_tasks, tasks=tasks, **options)
+        self.evaluate_tasks: Callable[[Any], dict[str, Any]]
+        self.evaluate_tasks = lambda model: evaluate_tasks(model, tasks=tasks, **options)
 
     def on_evaluate(self, args, state, control, model=None, metrics: Any = None, **kwargs):
         # lm-eval seeds all random numbers, and the training must not depend on the tasks.

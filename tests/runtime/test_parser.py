@@ -18,7 +18,8 @@ def test_each_flag_stands_once_in_the_group_of_its_dataclass(monkeypatch):
     short = flags(text)
     assert len(short) == len(set(short)) < 90
     groups = re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]
-    for group, name in zip(groups, ("model_preset", "lora_r", "max_length", "eval_tasks", "learning_rate"), strict=True):
+    names = ("model_preset", "lora_r", "max_length", "eval_tasks", "learning_rate")
+    for group, name in zip(groups, names, strict=True):
         assert f"--{name}" in flags(group)
     # The default stands beside a flag, if there is one.
     assert re.search(r"--save_total_limit VALUE\s+Number of checkpoints to keep. \(default:\s+2\)", text)
