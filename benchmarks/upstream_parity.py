@@ -1,8 +1,8 @@
 """
 Run the training scripts of a checkout of MiniMind and our recipes side by side, and compare the loss of each step.
 
-    git clone https://github.com/jingyaogong/minimind
-    python benchmarks/upstream_parity.py --upstream minimind --output benchmarks/results/upstream-parity.json
+    git clone https://github.com/jingyaogong/minimind ../minimind
+    python -m benchmarks.upstream_parity --upstream ../minimind --output benchmarks/results/upstream-parity.json
 
 Both train the same tiny weights on the same records in the same order, in float32 on the CPU with AdamW. A child
 process runs each script as it is, and records the loss of each `backward`. Three settings of MiniMind have no flag, so

@@ -43,8 +43,7 @@ def main(args: argparse.Namespace) -> None:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     announce("reading the weights")
     if args.format == "lora":
-        options = {"name": args.stage or "lora", "dtype": args.dtype or "float32"}
-        print(f"{args.to}: {write_upstream_lora(args.source, args.to, **options)}")
+        print(f"{args.to}: {write_upstream_lora(args.source, args.to, name=args.stage, dtype=args.dtype)}")
         return
     model = load_merged(args.source, base=args.base, config=config)
     # If there is no tokenizer beside the weights, the export warns.

@@ -43,19 +43,15 @@ with one_line_errors():
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.compare and not args.web:
-        raise UserError("--compare needs the chat page. Add --web.")
+    if (args.compare or args.tools) and not args.web:
+        raise UserError("--compare and --tools need the chat page. Add --web.")
     if args.device == "auto":
         refuse_unused_gpu("--device cpu")
     if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
-        raise UserError(
-            "--continuous_batching needs an accelerator: on a CPU, its cache fills the memory. Leave it out."
-        )
+        raise UserError("--continuous_batching needs an accelerator: a CPU's memory would fill. Leave it out.")
     if args.web:
         from hf_pretrain.stages.chat_page import Endpoint, open_page
-    elif args.tools:
-        raise UserError("--tools are for the chat page, whose server calls none itself. Add --web.")
-    schemas, functions = read_tools(args.tools)
+    tools = read_tools(args.tools)
 
     names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
     ports = range(args.port, args.port + len(names))
@@ -85,8 +81,7 @@ def main(args: argparse.Namespace) -> None:
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        tools = {"schemas": schemas, "functions": functions}
-        open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False, **tools)
+        open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False, tools=tools)
         stop_servers(servers)
 
 

@@ -210,8 +210,22 @@ async def _run_tools(history: History, functions: Functions) -> History:
     return history
 
 
+def _make_settings(thinking: bool, schemas: list[Message] | None) -> list[gr.components.Component]:
+    """Return the settings of the page, in the order in which [`stream_answer`] takes them."""
+    tools = json.dumps(schemas, ensure_ascii=False) if schemas else ""
+    return [
+        gr.Textbox("", label="System message"),
+        gr.Slider(0.0, 2.0, 0.8, step=0.05, label="Temperature"),
+        gr.Slider(0.05, 1.0, 0.9, step=0.05, label="Top p"),
+        gr.Slider(1, 2048, 256, step=1, label="Longest answer in tokens"),
+        gr.Checkbox(thinking, label="Thinking"),
+        gr.Textbox(tools, label="Tools (JSON list of schemas)", lines=3, max_lines=8),
+        gr.Slider(0, 32, 32, step=1, label="Earlier questions that the model sees"),
+    ]
+
+
 def make_page(
-    endpoints: list[Endpoint], *, thinking: bool = True, schemas: list[Message] | None = None, functions: Functions
+    endpoints: list[Endpoint], *, thinking: bool = True, tools: tuple[list[Message] | None, Functions]
 ) -> gr.Blocks:
     """
     Return the page for one or two models. `page.launch()` serves it.
@@ -219,9 +233,10 @@ def make_page(
     Args:
         endpoints (`list[Endpoint]`): the models.
         thinking (`bool`): the initial setting.
-        schemas (`list[dict]`, *optional*): the tools that the page offers at first.
-        functions (`dict`): functions that run the tools, by name. Without them, the user types the results.
+        tools (`tuple`): the schemas that the page offers at first, and the functions that run the tools, by name.
+            Without a function, the user types the results.
     """
+    schemas, functions = tools
     with gr.Blocks(title="hf_pretrain chat", analytics_enabled=False, fill_height=True) as page:
         histories = [gr.State([]) for _ in endpoints]
         with gr.Row():
@@ -239,20 +254,7 @@ def make_page(
             stop = gr.Button("Stop", elem_id="stop", min_width=130)
             clear = gr.Button("New chat", elem_id="clear", min_width=130)
         with gr.Accordion("Settings", open=False, elem_id="settings"):
-            settings = [
-                gr.Textbox("", label="System message"),
-                gr.Slider(0.0, 2.0, 0.8, step=0.05, label="Temperature"),
-                gr.Slider(0.05, 1.0, 0.9, step=0.05, label="Top p"),
-                gr.Slider(1, 2048, 256, step=1, label="Longest answer in tokens"),
-                gr.Checkbox(thinking, label="Thinking"),
-                gr.Textbox(
-                    json.dumps(schemas, ensure_ascii=False) if schemas else "",
-                    label="Tools (JSON list of schemas)",
-                    lines=3,
-                    max_lines=8,
-                ),
-                gr.Slider(0, 32, 32, step=1, label="Earlier questions that the model sees"),
-            ]
+            settings = _make_settings(thinking, schemas)
         everything = [*chats, *histories]
         begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])
         running = [

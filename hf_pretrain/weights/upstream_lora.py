@@ -62,7 +62,7 @@ def merge_upstream_lora(base: MiniMindForCausalLM, path: str | Path) -> MiniMind
 
 
 def write_upstream_lora(
-    adapter: str | Path, directory: str | Path, *, name: str = "lora", dtype: str = "float32"
+    adapter: str | Path, directory: str | Path, *, name: str | None = None, dtype: str | None = None
 ) -> ExportReport:
     """
     Write an adapter of peft as a LoRA file of MiniMind, read it back, and compare the logits.
@@ -70,20 +70,20 @@ def write_upstream_lora(
     Args:
         adapter (`str` or `Path`): directory or Hub id of the adapter.
         directory (`str` or `Path`): a new or empty directory.
-        name (`str`): first part of the file's name, such as `lora_identity`.
-        dtype (`str`): dtype of the file.
+        name (`str`, *optional*): first part of the file's name, such as `lora_identity`; by default `lora`.
+        dtype (`str`, *optional*): dtype of the file; by default float32.
 
     Raises:
         `UserError`: if `adapter` is no adapter, or not of MiniMind's form.
     """
-    base = adapter_base(adapter)
+    base, dtype = adapter_base(adapter), dtype or "float32"
     if base is None or dtype not in DTYPES:
         raise UserError(f"--format lora writes an adapter of peft in {', '.join(DTYPES)}, not {adapter} in {dtype}.")
     adapted = load_adapter(load_upstream(base, dtype=torch.float32), adapter, is_trainable=False)
     config = adapted.get_base_model().config
     tensors = _to_upstream(adapted, str(adapter))
     with written_whole(directory, lock=LOCK_NAME) as aside:
-        file = aside / upstream_file_name(config, name)
+        file = aside / upstream_file_name(config, name or "lora")
         torch.save({name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}, file)
         merged = merge_upstream_lora(load_upstream(base), file).eval()
         return compare(adapted.merge_and_unload().eval(), merged, "MiniMind's LoRA", dtype)

@@ -297,7 +297,7 @@ def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkey
         name = ["--model_name_or_path", str(talker)]
         for words, message in (
             (["--continuous_batching", "--device", "cpu"], "--continuous_batching needs an accelerator"),
-            (["--compare", "x"], "--compare needs the chat page"),
+            (["--compare", "x"], "--compare and --tools need the chat page"),
             ([*name, "--port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
             (["--web", *name, "--web_port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
             (["--web", *name, "--port", "8031", "--compare", "x", "--web_port", "8032"], "error: Port 8032 of"),
