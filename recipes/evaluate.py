@@ -2,7 +2,7 @@
 Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-eval.
 
     hf-pretrain evaluate
-    hf-pretrain evaluate --model_name_or_path out/mine --dataset_name my/test.jsonl --validation_fraction 1
+    hf-pretrain evaluate --model_name_or_path out/mine --eval_dataset_name my/test.jsonl
     hf-pretrain evaluate --config recipes/tiny/pretrain.yaml --tasks hellaswag,arc_easy --limit 100
     hf-pretrain evaluate --config recipes/tiny/sft.yaml --dataset_kind auto --model_name_or_path out/sft-tiny
     hf-pretrain evaluate --tasks minimind,small --validation_fraction 0
@@ -55,19 +55,20 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         model=load_model(model_args, tokenizer, distributed=training_args.distributed_config),
         args=training_args,
         data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
+        eval_dataset=rows.eval,
         processing_class=tokenizer,
     )
     # The report below holds the figures that this callback would print.
     trainer.remove_callback(PrinterCallback)
-    metrics = trainer.evaluate(rows.eval) if rows.eval is not None else {}
+    metrics = trainer.evaluate() if rows.eval is not None else {}
     if rows.conversations is not None:
         metrics |= measure_answers(trainer.model, tokenizer, rows.conversations)
-    facts = RunFacts(datasets=rows.names, data_kind=rows.kind)
+    facts = RunFacts(datasets=rows.eval_names or rows.names, data_kind=rows.kind, eval_datasets=rows.eval_names)
     results = begin_results(
-        metrics, facts, rows.report[-1], max_length=data_args.max_length, limit=training_args.limit
+        metrics, facts, "; ".join(rows.report), max_length=data_args.max_length, limit=training_args.limit
     )
-    if training_args.loss_by_position and rows.eval is not None:
-        results["loss_by_position"] = measure_positions(trainer, rows.eval)
+    if training_args.loss_by_position and rows.first_eval is not None:
+        results["loss_by_position"] = measure_positions(trainer, rows.first_eval)
     if training_args.tasks:
         if is_main and metrics:
             # Tasks may fail late, for example if their data cannot be downloaded.

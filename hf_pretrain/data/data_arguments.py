@@ -13,6 +13,7 @@ from .documents import load_documents
 from .draws import check_ratio
 from .encoding import ConversationEncoder, parse_span_weights
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
+from .sources import name_eval_sets
 
 
 @dataclass
@@ -22,18 +23,24 @@ class SourceArguments:
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
         metadata={
-            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id (name:config@revision), or "
-            "a file on the Hub (owner/name:file.jsonl)."
+            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id "
+            "(name:config[split]@revision), or a file on the Hub (owner/name:file.jsonl)."
         },
     )
     dataset_weights: list[float] | None = field(
         default=None, metadata={"help": "Sampling weight of each dataset. Without weights, the run concatenates them."}
     )
+    eval_dataset_name: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "One or more names of validation data, used whole. The run then trains on all of --dataset_name."
+        },
+    )
     validation_fraction: float = field(
         default=0.01,
         metadata={
-            "help": "Share of documents for validation, chosen by a hash of the text or of the first question; 1 lets "
-            "`evaluate` take all."
+            "help": "Share of documents for validation without --eval_dataset_name, chosen by a hash of the text or "
+            "of the first question."
         },
     )
     train_fraction: float = field(default=1.0, metadata={"help": "Share of the training documents to use."})
@@ -47,9 +54,10 @@ class SourceArguments:
 
     def load_documents(
         self, training_args: TrainingArguments, *, schema: str = "text", keep_rejected: bool = True, **reading: Any
-    ) -> tuple[Dataset | IterableDataset, Dataset]:
+    ) -> tuple[Dataset | IterableDataset, dict[str, Dataset]]:
         """
-        Load the training set and the validation set by [`~data.documents.load_documents`].
+        Load the training set, and the validation sets by name, by [`~data.documents.load_documents`]. A single
+        validation set has the name "".
 
         Args:
             training_args ([`TrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only the
@@ -62,19 +70,32 @@ class SourceArguments:
             `ValueError`: in the cases of [`~data.documents.load_documents`].
         """
         # Every rank reads the data, but only one may write the file that lists the bad lines.
-        is_main = training_args.process_index == 0
-        return load_documents(
+        keeps = training_args.process_index == 0 and keep_rejected
+        reading |= {"schema": schema, "num_proc": self.num_proc, "max_rejected_ratio": self.max_rejected_ratio}
+
+        def rejected_path(name: str) -> Path | None:
+            return Path(training_args.output_dir, name) if keeps else None
+
+        # Without a fraction for validation, the training set is the whole set.
+        whole = reading | {"validation_fraction": 0.0, "streaming": False, "is_evaluation": False}
+        validation = {
+            label: load_documents(
+                [name], **whole, rejected_path=rejected_path(f"rejected-eval{label and '-'}{label}.jsonl")
+            )[0]
+            for label, name in name_eval_sets(self.eval_dataset_name, self.dataset_name).items()
+        }
+        if validation and reading.get("is_evaluation"):
+            return next(iter(validation.values())).select([]), validation
+        train, split = load_documents(
             self.dataset_name,
-            schema=schema,
             weights=self.dataset_weights,
-            validation_fraction=self.validation_fraction,
+            validation_fraction=0.0 if validation else self.validation_fraction,
             train_fraction=self.train_fraction,
             seed=training_args.seed,
-            num_proc=self.num_proc,
-            max_rejected_ratio=self.max_rejected_ratio,
-            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main and keep_rejected else None,
+            rejected_path=rejected_path("rejected.jsonl"),
             **reading,
         )
+        return train, validation or {"": split}
 
 
 @dataclass
@@ -121,7 +142,7 @@ class DataArguments(SourceArguments):
         return None
 
     def load_documents(self, training_args: TrainingArguments, **reading: Any):
-        """Load the training set, shuffled if it is a stream, and the validation set."""
+        """Load the training set, shuffled if it is a stream, and the validation sets."""
         # `reading` takes precedence: evaluation loads the same data with other settings.
         own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
         train, validation = super().load_documents(training_args, **own | reading)

@@ -22,7 +22,7 @@ from .caching import cache_key, count_processes
 from .conversations import SCHEMAS, first_question
 from .corpora import EMBEDDED_CORPORA
 from .formats import BadRecord, drop_padding, parse_json, read_text
-from .hub_datasets import SPLIT, load_hub_dataset
+from .hub_datasets import load_hub_dataset
 from .rejected import RATIO_INTERVAL, RejectedLines
 from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
@@ -73,11 +73,7 @@ def load_documents(
     one pass over a mixture reads each dataset.
 
     Args:
-        dataset_names (`list[str]`): each name is `embedded`, `embedded:<part>`, a path, a glob, a directory, a Hub id
-            `name[:config][@revision]` (its split `train`), or a file on the Hub, `owner/name:file.jsonl[@revision]` or
-            `hf://datasets/owner/name[@revision]/file.jsonl`. Files are `.jsonl` (one object per line), `.json` (the
-            same, or an array of objects), `.parquet`, `.csv` and `.txt` (blank lines separate documents); all but
-            parquet also with `.gz` or `.zst`. Blank lines in JSONL are skipped.
+        dataset_names (`list[str]`): names of sources, as docs/data.md lists them.
         schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
             then the JSON of the record in the internal form.
         text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
@@ -293,12 +289,12 @@ def _parse_record(
 def _load_hub_rows(
     name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """Load the rows of a Hub dataset `name[:config][@revision]`."""
+    """Load the rows of a Hub dataset `name:config[split]@revision`."""
     records = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
     # Some streams learn their columns only from the first record.
     columns = records.column_names or list(next(iter(records), ()))
     if not columns:
-        raise UserError(f"{name} holds no record. Check the name, its configuration and its split `{SPLIT}`.")
+        raise UserError(f"{name} holds no record. Check the name, its configuration and its split.")
     if text_column is not None and text_column not in columns:
         raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)

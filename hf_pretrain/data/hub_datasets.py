@@ -1,7 +1,7 @@
 """
 Datasets on the Hub.
 
-A whole dataset, `owner/name[:config][@revision]`, is a table of the library `datasets`.
+A whole dataset, `owner/name:config[split]@revision`, is a table of the library `datasets`.
 
 A repository such as MiniMind's holds several files with different columns, which `datasets` cannot load as one table.
 Single files, `owner/name:file.jsonl[@revision]` or `hf://datasets/owner/name[@revision]/file.jsonl`, are downloaded
@@ -30,17 +30,17 @@ from ..runtime.names import DatasetName
 from .formats import file_format
 
 
-# The only split that this package reads. Its validation sets come from a hash of the documents.
-SPLIT = "train"
+# The split of a name without one.
+DEFAULT_SPLIT = "train"
 _URI_OF_DATASETS = "hf://datasets/"
 
 
 def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None = None) -> Dataset | IterableDataset:
     """
-    Return the split `SPLIT` of a Hub dataset. Without streaming, it is a table in the cache, mapped into memory.
+    Return a split of a Hub dataset. Without streaming, it is a table in the cache, mapped into memory.
 
     Args:
-        name (`str`): `owner/name[:config][@revision]`.
+        name (`str`): `owner/name:config[split]@revision`; the parts after the name may be left out.
         streaming (`bool`, defaults to `False`): read from the Hub instead of downloading.
         num_proc (`int`, *optional*): number of processes that download and convert the files.
 
@@ -54,14 +54,14 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
             dataset.repo_id,
             dataset.config,
             revision=dataset.revision,
-            split=SPLIT,
+            split=dataset.split or DEFAULT_SPLIT,
             streaming=streaming,
             # NOTE: `load_dataset` refuses `num_proc` together with streaming.
             num_proc=None if streaming else num_proc,
         )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{name!r} is no file here, and could not be loaded from the Hub (as name:config@revision): {error}"
+            f"{name!r} is no file here, and could not be loaded from the Hub (as name:config[split]@revision): {error}"
         ) from error
     if dataset.revision is not None:
         _check_revision(name, dataset)
@@ -103,7 +103,7 @@ def parse_hub_file(name: str) -> DatasetName | None:
         return DatasetName(uri.id, uri.path_in_repo, uri.revision)
     parsed = DatasetName.parse(name)
     # A configuration of a dataset does not end like a file.
-    is_file = parsed.config is not None and file_format(Path(parsed.config)) is not None
+    is_file = parsed.config is not None and parsed.split is None and file_format(Path(parsed.config)) is not None
     return parsed if is_file and re.fullmatch(r"[\w.-]+/[\w.-]+", parsed.repo_id) else None
 
 

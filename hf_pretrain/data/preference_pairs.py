@@ -41,8 +41,8 @@ def load_pairs(
     # The loss compares only the text that the template marks.
     mark_template(tokenizer)
     with training_args.main_process_first(desc="preparing the data"):
-        documents = data_args.load_documents(training_args, schema="preference")
-        (train, train_report), (validation, eval_report) = (
+        documents, eval_sets = data_args.load_documents(training_args, schema="preference")
+        train, *validation = (
             prepare_pairs(
                 part,
                 tokenizer,
@@ -50,15 +50,26 @@ def load_pairs(
                 num_proc=data_args.num_proc,
                 are_whole=are_whole,
             )
-            for part in documents
+            for part in (documents, *eval_sets.values())
         )
-    report = [f"Training: {train_report}", f"Validation: {eval_report}"]
+    report = [f"Training: {train[1]}"]
+    report += [
+        f"Validation{name and ' '}{name}: {pairs[1]}" for name, pairs in zip(eval_sets, validation, strict=True)
+    ]
     print_report(report, training_args)
-    data = PreparedData(tokenizer, report, data_args.dataset_name, "preferences", train)
-    if len(validation):
-        # A reward model answers no questions.
-        data.eval, data.conversations = validation, None if are_whole else documents[1]
-    return data
+    eval_rows = {name: pairs[0] for name, pairs in zip(eval_sets, validation, strict=True) if len(pairs[0])}
+    # A reward model answers no questions.
+    questions = eval_sets[next(iter(eval_rows))] if eval_rows and not are_whole else None
+    return PreparedData(
+        tokenizer,
+        report,
+        data_args.dataset_name,
+        "preferences",
+        train[0],
+        eval_rows,
+        data_args.eval_dataset_name or [],
+        conversations=questions,
+    )
 
 
 def prepare_pairs(

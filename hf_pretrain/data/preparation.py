@@ -1,7 +1,7 @@
 """Turn names of datasets into packed sequences, for every stage that trains on tokens and for evaluation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -24,11 +24,13 @@ class PreparedData:
         kind (`str`): `text`, `conversations`, `preferences` or `tasks`.
         train ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*): training rows; `None` in an
             evaluation.
-        eval ([`~datasets.Dataset`], *optional*): validation rows; `None` without a validation set.
-        conversations ([`~datasets.Dataset`], *optional*): conversations or preferences of the validation set, in the
-            internal form; `None` for text and tasks.
+        eval_sets (`dict[str, Dataset]`): validation rows by the names of the sets; a single set has the name "".
+        eval_names (`list[str]`): names of the datasets of `--eval_dataset_name`.
+        conversations ([`~datasets.Dataset`], *optional*): conversations or preferences of the first validation set, in
+            the internal form; `None` for text and tasks.
         collator ([`~data.collators.DataCollatorForPackedRows`], *optional*): collates packed sequences; `None` for
             other rows.
+        num_tokens (`int`, *optional*): tokens of the training rows; `None` for streams and other rows.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -36,9 +38,21 @@ class PreparedData:
     names: list[str]
     kind: str = "text"
     train: Dataset | IterableDataset | None = None
-    eval: Dataset | None = None
+    eval_sets: dict[str, Dataset] = field(default_factory=dict)
+    eval_names: list[str] = field(default_factory=list)
     conversations: Dataset | None = None
     collator: DataCollatorForPackedRows | None = None
+    num_tokens: int | None = None
+
+    @property
+    def first_eval(self) -> Dataset | None:
+        """Rows of the first validation set, which chooses the best model; `None` without one."""
+        return next(iter(self.eval_sets.values()), None)
+
+    @property
+    def eval(self) -> Dataset | dict[str, Dataset] | None:
+        """Validation rows as Trainer takes them: a set, several by name, or `None`."""
+        return self.eval_sets if len(self.eval_sets) > 1 else self.first_eval
 
 
 def load_rows(
@@ -69,7 +83,7 @@ def load_rows(
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
         mark_template(tokenizer, data_args.chat_template)
     with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_documents = data_args.load_documents(
+        train_documents, eval_sets = data_args.load_documents(
             training_args, keep_rejected=keep_rejected, is_evaluation=is_evaluation
         )
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
@@ -78,8 +92,9 @@ def load_rows(
         train_rows, train_report = None, None
         if not is_evaluation:
             train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer, seed=training_args.seed)
-        eval_rows, eval_report = data_args.prepare_rows(eval_documents, tokenizer)
-    report = [f"Validation: {eval_report or 'nothing'}"]
+        validation = {name: data_args.prepare_rows(part, tokenizer) for name, part in eval_sets.items()}
+    report = [f"Validation{name and ' '}{name}: {counts or 'nothing'}" for name, (_, counts) in validation.items()]
+    eval_rows = {name: rows for name, (rows, _) in validation.items() if rows is not None}
     if not is_evaluation:
         report.insert(0, f"Training: {train_report or 'streamed'}")
         print_report(report, training_args)
@@ -90,9 +105,11 @@ def load_rows(
         data_args.kind_name,
         train_rows,
         eval_rows,
-        conversations=eval_documents if eval_rows is not None and data_args.encoder is not None else None,
+        data_args.eval_dataset_name or [],
+        conversations=eval_sets[next(iter(eval_rows))] if eval_rows and data_args.encoder is not None else None,
         # Give all sequences one length: torch.compile would compile again for each new length.
         collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
+        num_tokens=train_report.num_tokens if train_report is not None else None,
     )
 
 

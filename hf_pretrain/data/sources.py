@@ -1,5 +1,6 @@
 """Find the files, embedded parts and Hub datasets that users name, and read their records."""
 
+import re
 from collections.abc import Iterator
 from glob import escape, glob
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..runtime.names import check_word
+from ..runtime.names import DatasetName, check_word
 from .corpora import EMBEDDED_CORPORA, load_embedded
 from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, parse_json, read_file
 from .hub_datasets import download_hub_files, load_hub_dataset, parse_hub_file
@@ -43,7 +44,10 @@ def find_sources(name: str) -> list[str] | None:
         return download_hub_files(hub_file)
     if path.is_file():
         files = [path]
-    elif path.exists() or any(character in name for character in "*?["):
+    # `owner/name[split]` is a glob, too, which then matches no file.
+    elif path.exists() or (
+        any(character in name for character in "*?[") and (DatasetName.parse(name).split is None or glob(str(path)))
+    ):
         files = _list_files(path)
     # The path does not exist, but the name looks like one: a mistyped path must not become a query to the Hub.
     elif name.startswith(("/", ".", "~")) or file_format(path) is not None:
@@ -94,6 +98,27 @@ def _list_files(path: Path) -> list[Path]:
         known = f"{', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)})"
         raise UserError(f"No file of {path} ends in {known}.")
     return files
+
+
+def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict[str, str]:
+    """
+    Return the names of validation data by the names that their figures get, such as `news` for `my/news.jsonl`. A
+    single one has the name "", because its figures need none.
+
+    Raises:
+        `ValueError`: if two have the same name, or the run would train on one.
+    """
+    names = eval_names or []
+    for name in names:
+        if name in train_names or names.count(name) > 1:
+            raise UserError(f"--eval_dataset_name {name} is named twice or also by --dataset_name. Name it once.")
+    if len(names) < 2:
+        return dict(zip([""], names, strict=False))
+    short = [re.sub(r"\W+", "_", Path(name).name.partition(file_format(Path(name)) or "\0")[0]) for name in names]
+    # Files of different directories may have one name.
+    whole = [re.sub(r"\W+", "_", name) for name in names]
+    labels = [label.strip("_") for label in (short if len({*short}) == len(short) else whole)]
+    return dict(zip(labels, names, strict=True))
 
 
 def is_hub_dataset(source: str) -> bool:

@@ -5,7 +5,7 @@ All content of a card comes from the config, the arguments, the trainer's log an
 each figure once, and leaves out figures that the run did not measure.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class RunFacts:
         unigram_loss (`float`, *optional*): the loss of a unigram model on the same validation set, in nats per token.
         loss_unit (`str`): the unit of the loss.
         data_kind (`str`): kind of the validation data, such as `text`. A card lists figures of each kind separately.
+        eval_datasets (`list[str]`): names of the validation data, if they are not a part of `datasets`.
     """
 
     stage: str = "training"
@@ -49,6 +50,7 @@ class RunFacts:
     unigram_loss: float | None = None
     loss_unit: str = NATS
     data_kind: str = "text"
+    eval_datasets: list[str] = field(default_factory=list)
 
     @property
     def data_name(self) -> str:
@@ -65,7 +67,9 @@ class RunFacts:
 
 def _is_local(name: str) -> bool:
     """Return whether a dataset or model name is a path or a glob on this machine."""
-    return "://" not in name and (is_path(name) or any(mark in name for mark in "*?["))
+    # A split stands in brackets, too.
+    repo_id = DatasetName.parse(name).repo_id
+    return "://" not in name and (is_path(name) or any(mark in repo_id for mark in "*?["))
 
 
 def _hub_id(name: str | None) -> str | None:
@@ -207,7 +211,8 @@ def _render(
 
 
 def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
-    """Return the figures of an evaluation on the validation set, as entries of a card's `model-index`."""
+    """Return the figures of an evaluation on the first validation set, as entries of a card's `model-index`."""
+    facts = replace(facts, datasets=facts.eval_datasets[:1] or facts.datasets)
     return [
         EvalResult(
             task_type="text-generation",

@@ -16,7 +16,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..runtime.metrics import METRICS
+from ..runtime.metrics import METRICS, named_figures
 from ..runtime.writing import written_whole
 from .run_files import Run
 
@@ -109,6 +109,7 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     for metric in METRICS:
         if (value := run.last(metric.key)) is not None:
             rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
+    rows += [(label, f"{run.last(key):.4f}") for key, label in _find_named([run]).items()]
     if run.log:
         rows.append(("steps", f"{run.log[-1]['step']:,}"))
     if tokens := run.last("num_input_tokens_seen"):
@@ -143,7 +144,17 @@ def _measure_lines(runs: list[Run], measure: str, *, over: str) -> list[Line]:
     """Return the lines of loss or reward, in training and validation."""
     lines = _lines(runs, measure, over=over, label="training", style={"alpha": 0.45})
     style = {"marker": "o", "markersize": 3}
-    return lines + _lines(runs, f"eval_{measure}", over=over, label="validation", style=style)
+    lines += _lines(runs, f"eval_{measure}", over=over, label="validation", style=style)
+    # The first of several validation sets is the line above.
+    named = [item for item in _find_named(runs).items() if item[0].endswith(measure)]
+    for (key, label), dashes in zip(named[1:], itertools.cycle(("--", ":", "-.")), strict=False):
+        lines += _lines(runs, key, over=over, label=label, style=style | {"linestyle": dashes})
+    return lines
+
+
+def _find_named(runs: list[Run]) -> dict[str, str]:
+    """Return the labels of the losses and rewards on several validation sets by their keys, in their order."""
+    return {key: label for run in runs for entry in run.log for key, label in named_figures(entry).items()}
 
 
 def _lines(

@@ -1,5 +1,6 @@
 """Table of the metrics of an evaluation. Progress line, report, model card and comparisons read it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,30 @@ METRICS = (
 HEADLINES = tuple(metric for metric in METRICS if metric.is_headline)
 # Endings of `--metric_for_best_model` for which lower is better. transformers itself knows only "loss".
 LOWER_IS_BETTER = tuple(metric.name for metric in METRICS if metric.lower_is_better)
+
+
+def evaluated_set(figures: dict[str, Any], sets: Any) -> str | None:
+    """Return the name of the validation set that an evaluation measured; `None` without several sets by name."""
+    # Trainer logs the time of each evaluation.
+    return next((name for name in sets if f"eval_{name}_runtime" in figures), None) if isinstance(sets, dict) else None
+
+
+def first_figures(figures: dict[str, Any], sets: Any) -> dict[str, Any]:
+    """
+    Return the figures of the first of several validation sets under their plain names, such as `eval_loss` for
+    `eval_news_loss`: they choose the best model. Of the other sets, return nothing.
+    """
+    name = evaluated_set(figures, sets)
+    if name is None or name != next(iter(sets)):
+        return {}
+    prefix = f"eval_{name}_"
+    return {f"eval_{key.removeprefix(prefix)}": value for key, value in figures.items() if key.startswith(prefix)}
+
+
+def named_figures(figures: Iterable[str]) -> dict[str, str]:
+    """Return labels of the losses and rewards on several validation sets, such as `loss on news`, by their keys."""
+    matches = (re.fullmatch(r"eval_(.+)_(loss|reward)", key) for key in figures)
+    return {match[0]: f"{match[2]} on {match[1]}" for match in matches if match is not None}
 
 
 def find_evaluations(log_history: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -87,25 +87,28 @@ def split_hub_name(name: str) -> tuple[str, str | None]:
 @dataclass(frozen=True)
 class DatasetName:
     """
-    The name of a dataset, `name[:config][@revision]`, in its parts.
+    The name of a dataset in its parts: `name`, `name:config`, `name[split]` or all, `name:config[split]@revision`.
 
     Args:
         repo_id (`str`): the Hub id, or `embedded`.
         config (`str`, *optional*): the configuration, or the part of the embedded corpora.
         revision (`str`, *optional*): a branch, tag or commit.
+        split (`str`, *optional*): a split as `datasets` reads it, such as `test_sft` or `train[:10%]`.
     """
 
     repo_id: str
     config: str | None = None
     revision: str | None = None
+    split: str | None = None
 
     @classmethod
     def parse(cls, name: str) -> "DatasetName":
         """Split a name as a user types it. An empty part counts as left out."""
         # Split off the revision first: a branch may contain a colon, but a configuration never contains @.
         rest, _, revision = name.partition("@")
+        rest, _, split = rest[:-1].partition("[") if rest.endswith("]") else (rest, "", "")
         repo_id, _, config = rest.partition(":")
-        return cls(repo_id, config or None, revision or None)
+        return cls(repo_id, config or None, revision or None, split or None)
 
     @property
     def is_embedded(self) -> bool:

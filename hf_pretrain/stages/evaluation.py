@@ -18,7 +18,7 @@ from ..data.data_arguments import ChatArguments
 from ..data.preparation import PreparedData, load_rows
 from ..hub.model_card import RunFacts, add_results, validation_results
 from ..runtime.errors import UserError, install_command
-from ..runtime.metrics import METRICS
+from ..runtime.metrics import METRICS, named_figures
 from ..runtime.writing import check_output
 from ..training.training_arguments import LMTrainingArguments
 from .eval_tasks import check_whole_model
@@ -136,13 +136,13 @@ def load_validation(
     data_args: ValidationArguments, training_args: EvaluationArguments, tokenizer: PreTrainedTokenizerFast
 ) -> PreparedData:
     """
-    Return the validation set as packed sequences. A hash of the text chooses it, so it holds the documents that the
-    training has left out.
+    Return the validation data as packed sequences: `--eval_dataset_name` whole, or the documents that a hash of the
+    text has left out of the training.
 
     Raises:
         `ValueError`: if there is neither a document nor a task to evaluate on.
     """
-    if data_args.validation_fraction > 0:
+    if data_args.validation_fraction > 0 or data_args.eval_dataset_name:
         # rejected.jsonl belongs to the training run, so an evaluation writes none.
         data = load_rows(data_args, training_args, tokenizer, is_evaluation=True, keep_rejected=False)
     else:
@@ -150,7 +150,7 @@ def load_validation(
     if data.eval is None and not training_args.tasks:
         raise UserError(
             f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
-            f"{', '.join(data_args.dataset_name)} to evaluate on. Use 1 to evaluate on all of them."
+            f"{', '.join(data_args.dataset_name)} to evaluate on. Pass the test data as --eval_dataset_name."
         )
     return data
 
@@ -170,7 +170,8 @@ def begin_results(
     """
     return {
         # This key keeps its older name for programs that read the file.
-        "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics},
+        "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics}
+        | {key: metrics[key] for key in named_figures(metrics)},
         "data": f"{facts.data_name} in sequences of {max_length}: {report.removeprefix('Validation: ')}",
         "tasks": {},
         "limit": limit,
@@ -212,6 +213,7 @@ def format_results(results: dict[str, Any]) -> str:
         if metric.key in figures:
             label = metric.name.replace("_", " ") + (f" ({metric.unit})" if metric.unit else "")
             rows.append(("validation", label, f"{figures[metric.key]:.4f}", ""))
+    rows += [("validation", label, f"{figures[key]:.4f}", "") for key, label in named_figures(figures).items()]
     for row in results.get("loss_by_position", []):
         names = [name for name in row if name.startswith("loss")]
         on = f"positions {row['first']}-{row['last']}"

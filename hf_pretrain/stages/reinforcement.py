@@ -28,6 +28,7 @@ from ..data.formats import BadRecord
 from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
 from ..data.preparation import PreparedData
 from ..data.reward_tasks import load_tasks
+from ..data.sources import name_eval_sets
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..tokenizer.control_tokens import template_errors, thinking_variables
 from ..training.resume_check import digest_weights
@@ -59,8 +60,15 @@ class TaskArguments:
             "or directory of JSONL, a Hub id."
         },
     )
+    eval_dataset_name: list[str] | None = field(
+        default=None,
+        metadata={"help": "One or more names of validation tasks. The run then trains on all of --dataset_name."},
+    )
     validation_fraction: float = field(
-        default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
+        default=0.01,
+        metadata={
+            "help": "Share of the tasks for validation without --eval_dataset_name, chosen by a hash of the prompt."
+        },
     )
     add_system_ratio: float = field(
         default=0.0, metadata={"help": "Share of the prompts with a random system message, e.g. 0.2."}
@@ -105,22 +113,30 @@ class TaskArguments:
             `ValueError`: in the cases of [`~data.reward_tasks.load_tasks`].
         """
         is_main = training_args.process_index == 0
-        train, validation = load_tasks(
-            self.dataset_name,
-            validation_fraction=self.validation_fraction,
+        load = partial(
+            load_tasks,
             seed=training_args.seed,
             add_system_ratio=self.add_system_ratio,
             max_rejected_ratio=self.max_rejected_ratio,
-            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
             check=check,
         )
+        names = name_eval_sets(self.eval_dataset_name, self.dataset_name)
+        # Without a fraction for validation, the training set is the whole set.
+        eval_sets = {label: load([name], validation_fraction=0.0)[0] for label, name in names.items()}
+        train, validation = load(
+            self.dataset_name,
+            validation_fraction=0.0 if eval_sets else self.validation_fraction,
+            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
+        )
+        eval_sets = eval_sets or {"": validation}
         report = [
             f"Training: {len(train):,} tasks, {training_args.num_generations} completions each",
-            f"Validation: {len(validation):,} tasks",
+            *(f"Validation{label and ' '}{label}: {len(tasks):,} tasks" for label, tasks in eval_sets.items()),
             f"Rewards: {', '.join(self.rewards)}",
         ]
+        eval_sets = {label: tasks for label, tasks in eval_sets.items() if len(tasks)}
         return PreparedData(
-            tokenizer, report, self.dataset_name, "tasks", train, validation if len(validation) else None
+            tokenizer, report, self.dataset_name, "tasks", train, eval_sets, self.eval_dataset_name or []
         )
 
 
@@ -162,6 +178,9 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or "
                 "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
+        if self.metric_for_best_model is None and (self.early_stopping_patience or self.load_best_model_at_end):
+            # An evaluation has no loss.
+            self.metric_for_best_model = "reward"
         super().__post_init__()
         # `bf16` is known only after the constructor above.
         if self.use_transformers_continuous_batching and self.bf16:

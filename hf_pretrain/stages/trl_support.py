@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
 from ..model.loss import find_documents, router_loss
 from ..runtime.errors import UserError
+from ..runtime.metrics import evaluated_set, first_figures
 from ..training.base_trainer import RunTrainer
 from ..training.measurements import RouterLoad, record_router_load
 
@@ -100,6 +101,14 @@ class RouterLossMixin(RunTrainer):
         if return_outputs:
             return result[0] + router_term, result[1]
         return result + router_term
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        name = evaluated_set(logs, self.eval_dataset)
+        if name is not None and not first_figures(logs, self.eval_dataset):
+            # NOTE: TRL gives its figures of every validation set the same names.
+            for key in list(self._metrics["eval"]):
+                self._metrics["eval"][f"{name}_{key}"] = self._metrics["eval"].pop(key)
+        super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super().evaluate(*args, **kwargs)

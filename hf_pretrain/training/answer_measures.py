@@ -60,12 +60,14 @@ def measure_answers(
 
 
 class AnswerMeasures(TrainerCallback):
-    """Add the figures of [`measure_answers`] to each evaluation."""
+    """Add the figures of [`measure_answers`] to each evaluation of the first validation set."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: Dataset):
         self.tokenizer, self.conversations = tokenizer, conversations
 
     def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
-        metrics.update(measure_answers(model, self.tokenizer, self.conversations))
-        # Trainer has already logged a copy of `metrics`.
-        state.log_history[-1].update(metrics)
+        # Only the first of several validation sets has figures with plain names.
+        if "eval_runtime" in metrics:
+            metrics.update(measure_answers(model, self.tokenizer, self.conversations))
+            # Trainer has already logged a copy of `metrics`.
+            state.log_history[-1].update(metrics)

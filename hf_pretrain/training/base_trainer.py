@@ -20,10 +20,12 @@ from ..hub.model_card import RunFacts
 from ..hub.pushing import HubPusher, create_repository
 from ..runtime.devices import compile_layers, keep_freed_blocks
 from ..runtime.errors import UserError
+from ..runtime.metrics import first_figures
 from ..runtime.progress import announce
 from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
+from .budgets import PARTS_OF_TIME, TimeBudget
 from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
 from .end_report import write_run_card
 from .float8 import convert_to_float8
@@ -32,7 +34,7 @@ from .measurements import Throughput, peak_memory_bytes
 from .optimizers import build_muon, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
-from .stopping import GradientCheck, RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop
+from .stopping import GradientCheck, RunStopped, StopCallback, end_stopped_run, record_stop, restore_endings
 from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, complete_learning_rate, optimizer_name
 
 
@@ -80,6 +82,10 @@ class RunTrainer(Trainer):
         # DeepSpeed's norm is on the host already.
         is_late = self.args.device.type == "cuda" and not self.is_deepspeed_enabled
         self.gradient_check = GradientCheck(self, is_late=is_late)
+        self.time_budget: TimeBudget | None = None
+        if self.lm_args is not None and self.lm_args.max_minutes is not None:
+            self.time_budget = TimeBudget(self.lm_args.max_minutes, self.ranks)
+            self.add_callback(self.time_budget)
         self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
         self.add_callback(self.stop)
         self._prepare_model(base_model_of(self.model))
@@ -138,8 +144,12 @@ class RunTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        num_training_steps = num_training_steps if self.time_budget is None else PARTS_OF_TIME
         with complete_schedule(self.args, num_training_steps):
-            return super().create_scheduler(num_training_steps, optimizer)
+            scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.time_budget is not None:
+            self.time_budget.follow(scheduler)
+        return scheduler
 
     def _other_arguments(self) -> list[Any]:
         """Return the arguments of the run besides `args`. Subclasses that get more override this method."""
@@ -177,8 +187,7 @@ class RunTrainer(Trainer):
                 checkpoint in `output_dir` that verifies.
 
         Raises:
-            `ValueError`: if `resume_from_checkpoint` cannot be resumed exactly, the ranks read different data, or the
-                data are an empty stream.
+            `ValueError`: if the run cannot resume exactly, or the data differ between ranks or are an empty stream.
             `SystemExit`: with the exit statuses that docs/checkpoints.md lists.
         """
         # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
@@ -201,17 +210,8 @@ class RunTrainer(Trainer):
 
     def _describe_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
-        self.description = RunDescription(
-            self.args,
-            self._layout,
-            self.train_dataset,
-            self.accelerator.unwrap_model(self.model),
-            tokenizer=self.processing_class,
-            others=self._other_arguments(),
-            # Under ZeRO-3, each rank has digested its own shards.
-            fixed_weights=self.ranks.gather(self._fixed_weights)[0],
-        )
-        self.description.check_same_data(self.ranks)
+        others = self._other_arguments()
+        self.description = RunDescription.of(self, self._fixed_weights, layout=self._layout, others=others)
         if resume_from_checkpoint is True:
             output_dir = self.args.output_dir
             resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(output_dir))
@@ -229,6 +229,7 @@ class RunTrainer(Trainer):
         if self._checkpoint is not None:
             # The run that wrote the checkpoint has evaluated before its first step.
             self.args.eval_on_start = False
+        restore_endings(self)
         if self._evaluation_is_due:
             # NOTE: `eval_on_start` would neither choose the best model nor step schedules that follow the metrics.
             metrics = self._evaluate(None, None)
@@ -238,7 +239,7 @@ class RunTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             # NOTE: Trainer would train a finished run for one more step.
             self.control.should_training_stop = True
             return [], None
@@ -253,12 +254,7 @@ class RunTrainer(Trainer):
         # NOTE: Trainer has no public hook between the gradient's norm and the update. DeepSpeed has already updated
         # the weights.
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if self.accelerator.scaler is None:
-            if grad_norm is not None:
-                self.gradient_check.add(torch.as_tensor(grad_norm), self.suspects())
-        # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
-        elif self.ranks.largest(int(not self.is_loss_finite())):
-            end_nonfinite_run(self, "The loss is not finite", self.state.global_step + 1, self.suspects())
+        self.gradient_check.take(grad_norm)
         # NOTE: by now DeepSpeed has overwritten the gradients with Muon's updates. The log must not call the norm of
         # these a norm of gradients.
         is_of_updates = self.is_deepspeed_enabled and optimizer_name(self.args) == "muon"
@@ -283,6 +279,7 @@ class RunTrainer(Trainer):
         self.gradient_check.read()
         if "loss" in logs:
             logs |= self._measure()
+        logs |= first_figures(logs, self.eval_dataset)
         super().log(logs, *args, **kwargs)
 
     def _measure(self) -> dict[str, float]:

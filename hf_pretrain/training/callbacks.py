@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
-from ..runtime.metrics import HEADLINES
+from ..runtime.metrics import HEADLINES, named_figures
 from .run_directory import RunDirectory
 
 
@@ -20,6 +20,12 @@ class ProgressBarCallback(ProgressCallback):
     def on_log(self, args, state, control, **kwargs):
         """Do nothing: [`LogLinesCallback`] prints the lines."""
 
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            # With --max_minutes, it is an estimate.
+            self.training_bar.total = state.max_steps
+        super().on_step_end(args, state, control, **kwargs)
+
 
 class LogLinesCallback(TrainerCallback):
     """One plain line per log."""
@@ -27,7 +33,9 @@ class LogLinesCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        figures = ", ".join(f"{metric.label} {logs[metric.key]:.4f}" for metric in HEADLINES if metric.key in logs)
+        shown = [(metric.label, logs[metric.key]) for metric in HEADLINES if metric.key in logs]
+        shown += [(label, logs[key]) for key, label in named_figures(logs).items()]
+        figures = ", ".join(f"{label} {value:.4f}" for label, value in shown)
         if "loss" in logs:
             figures = f"loss {logs['loss']:.4f}"
             if "reward" in logs:
@@ -60,7 +68,10 @@ class SampleCallback(TrainerCallback):
         # Steps, and the prompts and texts of each.
         self.samples: list[tuple[int, list[tuple[str, str]]]] = []
 
-    def on_evaluate(self, args, state, control, model=None, **kwargs):
+    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
+        if "eval_runtime" not in metrics:
+            # Only the first of several validation sets has figures with plain names.
+            return
         texts = self.sample(model)
         self.samples.append((state.global_step, texts))
         if state.is_world_process_zero and texts:

@@ -20,12 +20,12 @@ from datasets.config import HF_DATASETS_CACHE
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
-from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.progress import announce
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
+from .budgets import whole_model
 from .measurements import flops_per_token, num_active_parameters, peak_memory_bytes
-from .training_arguments import LMTrainingArguments, optimizer_name
+from .training_arguments import BUDGETS, LMTrainingArguments, optimizer_name
 
 
 NUM_STEPS = 4
@@ -71,10 +71,8 @@ def format_plan(trainer: Any) -> str:
     announce("measuring the time and the memory of a step")
     trainer.train()
     args, num_steps = trainer.args, trainer.state.max_steps
-    # A rank may hold only a part of the model.
-    with torch.device("meta"):
-        whole = MiniMindForCausalLM(base_model_of(trainer.accelerator.unwrap_model(trainer.model)).config)
-    number = sum(parameter.numel() for parameter in whole.parameters())
+    whole = whole_model(base_model_of(trainer.accelerator.unwrap_model(trainer.model)).config)
+    number = whole.num_parameters()
     lines = [
         (
             "Model",
@@ -82,6 +80,7 @@ def format_plan(trainer: Any) -> str:
             f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
         ),
         *(("" if i else "Data", line) for i, line in enumerate(trainer.run_facts.data)),
+        *(("Budget", f"--{name} {vars(args)[name]}") for name in BUDGETS if vars(args)[name] is not None),
         ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_describe_passes(trainer)}"),
     ]
     tokens, seconds = measured.tokens_per_step * num_steps, measured.step_seconds

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..hub.model_card import CURVE_NAME, RunFacts, format_run_card
 from ..model.presets import PRESETS
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
-from ..runtime.metrics import HEADLINES
+from ..runtime.metrics import HEADLINES, named_figures
 from ..tokenizer.control_tokens import encode_prompt
 from .run_directory import RunDirectory
 from .training_arguments import LMTrainingArguments, optimizer_name
@@ -219,6 +219,7 @@ def format_report(
             elif start and metric.key in start:
                 figure += f" ({start[metric.key]:.4f} before)"
             rows.append((metric.label[0].upper() + metric.label[1:], figure))
+    rows += [(label[0].upper() + label[1:], f"{metrics[key]:.4f}") for key, label in named_figures(metrics).items()]
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
     rows += commands
     if push_report is not None:

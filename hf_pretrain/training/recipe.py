@@ -21,6 +21,7 @@ from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
 from .answer_measures import AnswerMeasures
 from .base_trainer import RunTrainer
+from .budgets import apply_token_budget
 from .callbacks import (
     LogLinesCallback,
     ProfilerCallback,
@@ -41,7 +42,8 @@ from .end_report import (
 from .micro_batch import fit_micro_batch
 from .resume_check import describe_data
 from .run_directory import RunDirectory, now
-from .training_arguments import LMTrainingArguments, complete_learning_rate
+from .stopping import EarlyStopping
+from .training_arguments import BUDGETS, LMTrainingArguments, complete_learning_rate
 
 
 def begin_run(
@@ -107,10 +109,10 @@ def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...], *, stre
         raise UserError(
             "--add_tokens trains new rows, which --use_peft freezes and --fsdp_size shards. Leave one out."
         )
-    if streaming and args.max_steps < 1:
+    if streaming and args.max_steps < 1 and all(vars(args)[name] is None for name in BUDGETS):
         raise UserError(
-            "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, or leave "
-            "--streaming out."
+            "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, a budget "
+            "such as --max_tokens 2B, or leave --streaming out."
         )
 
 
@@ -149,6 +151,11 @@ def train_and_evaluate(
         trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if sample is not None:
         trainer.add_callback(samples := SampleCallback(sample))
+    if (patience := trainer.args.early_stopping_patience) is not None:
+        if trainer.eval_dataset is None:
+            raise UserError("--early_stopping_patience needs validation data. Pass --eval_dataset_name.")
+        # After the figures of answers, which may choose the best model.
+        trainer.add_callback(EarlyStopping(patience))
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
@@ -194,8 +201,9 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     # With --load_best_model_at_end, the model now has the weights of the best step instead of the last one.
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
-    evaluations = find_evaluations(entry for entry in state.log_history if entry["step"] == state.global_step)
-    return {key: value for entry in evaluations[-1:] for key, value in entry.items() if key.startswith("eval_")}
+    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+    # Each of several validation sets has an entry.
+    return {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
 
 
 def end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple[str, str]]) -> None:
@@ -270,6 +278,8 @@ def train_on(
     facts = RunFacts(
         stage, recipe, data.names, data.report, base_model=base_model, loss_unit=loss_unit, data_kind=data.kind
     )
+    facts.eval_datasets = data.eval_names
+    apply_token_budget(training_args, data, base_model_of(model).config)
     if data.collator is not None:
         kwargs["data_collator"] = data.collator
     if recipe in ("pretrain", "sft"):
@@ -288,8 +298,8 @@ def train_on(
         trainer.add_callback(AnswerMeasures(data.tokenizer, data.conversations))
     metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
-    if recipe == "pretrain" and data.eval is not None and isinstance(data.train, Dataset):
-        facts.unigram_loss = unigram_loss(data.train, data.eval, vocab_size=len(data.tokenizer))
+    if recipe == "pretrain" and data.first_eval is not None and isinstance(data.train, Dataset):
+        facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=len(data.tokenizer))
     end_run(trainer, metrics, samples)
     leave_process_group()
 
@@ -299,6 +309,6 @@ def _make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[
     if data.conversations is not None:
         return partial(sample_answers, tokenizer=data.tokenizer, conversations=data.conversations)
     # Only packed sequences have a collator.
-    if data.eval is not None and data.collator is not None:
-        return partial(sample_continuations, tokenizer=data.tokenizer, eval_rows=data.eval)
+    if data.first_eval is not None and data.collator is not None:
+        return partial(sample_continuations, tokenizer=data.tokenizer, eval_rows=data.first_eval)
     return None

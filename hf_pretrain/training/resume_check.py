@@ -37,7 +37,13 @@ _NOT_COMPARED = (
     # Where and when the run writes, reports, pushes and evaluates, and how it resumes.
     *("config", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "preview", "dry_run", "profile*"),
     *("log_*", "logging_*", "save_*", "hub_*", "push_to_hub", "trackio_*", "max_rejected_ratio", "do_eval"),
-    *("load_best_model_at_end", "per_device_eval_batch_size", "num_generations_eval", "num_completions_to_print"),
+    *(
+        "load_best_model_at_end",
+        "early_stopping_patience",
+        "per_device_eval_batch_size",
+        "num_generations_eval",
+        "num_completions_to_print",
+    ),
     *("resume_from_*", "allow_inexact_resume", "trust_*"),
     # Processes, devices and kernels. They change at most the rounding.
     *("local_rank", "use_cpu", "num_proc", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory"),
@@ -109,8 +115,10 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def describe_data(dataset: Any) -> dict[str, Any]:
     """
     Return the number of rows of a dataset and a digest of all rows. For a stream, return a digest of its description;
-    for any other kind of dataset, return an empty `dict`.
+    for any other kind of dataset, return an empty `dict`. Describe each of several datasets by its name.
     """
+    if isinstance(dataset, dict):
+        return {name: describe_data(part) for name, part in dataset.items()}
     if isinstance(dataset, datasets.IterableDataset):
         return {"digest": _digest(dataset.info.description)}
     if not isinstance(dataset, datasets.Dataset):
@@ -201,6 +209,21 @@ class RunDescription:
             # GRPO renders its prompts during the training.
             words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
             self.contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
+
+    @classmethod
+    def of(cls, trainer: Any, fixed_weights: dict[str, str], **described: Any) -> "RunDescription":
+        """Describe the run of a trainer, whose ranks must all call this method and read the same data."""
+        description = cls(
+            trainer.args,
+            dataset=trainer.train_dataset,
+            model=trainer.accelerator.unwrap_model(trainer.model),
+            tokenizer=trainer.processing_class,
+            # Under ZeRO-3, each rank has digested its own shards.
+            fixed_weights=trainer.ranks.gather(fixed_weights)[0],
+            **described,
+        )
+        description.check_same_data(trainer.ranks)
+        return description
 
     def after(self, state: TrainerState, *, evaluation_is_due: bool = False) -> dict[str, Any]:
         """

@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import torch
 from accelerate.utils import wait_for_everyone
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 from ..runtime.ranks import Ranks, leave_process_group
 from ..runtime.signals import SignalListener
+from .budgets import TimeBudget
 from .end_report import write_run_page
 
 
@@ -80,6 +81,35 @@ class StopCallback(TrainerCallback):
             raise RunStopped(number)
 
 
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' callback, which also accepts evaluations of several validation sets."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training has stopped."""
+        return self.early_stopping_patience_counter >= self.early_stopping_patience
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        # Trainer calls it for each set, and only one has the metric that chooses the best model.
+        if f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics:
+            super().on_evaluate(args, state, control, metrics, **kwargs)
+
+
+def restore_endings(trainer: Any) -> None:
+    """
+    Give the callbacks that end a run the attributes that its checkpoint holds. If one has ended it, train no more.
+
+    NOTE: transformers' `restore_callback_states_from_checkpoint` would make new callbacks with the old arguments.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, EarlyStopping | TimeBudget):
+            # Without the default, the next save would fail if the run that wrote the checkpoint had no such callback.
+            saved = trainer.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+            for name, value in saved["attributes"].items():
+                setattr(callback, name, value)
+            trainer.control.should_training_stop |= callback.is_over
+
+
 def end_stopped_run(trainer: Any, number: int) -> NoReturn:
     """Save the run if a signal cut off its evaluation, and end all ranks."""
     stop = trainer.stop
@@ -108,8 +138,17 @@ class GradientCheck:
         self.trainer, self.is_late = trainer, is_late
         self._pending: Callable[[], None] | None = None
 
-    def add(self, norm: torch.Tensor, suspects: Callable[[], list[tuple[str, bool]]]) -> None:
-        """Take the norm of a step, a scalar, and the function that names its rows. All ranks call this method."""
+    def take(self, norm: Any) -> None:
+        """Take the norm of a step, a scalar, or `None` if there is none. All ranks call this method."""
+        trainer = self.trainer
+        if trainer.accelerator.scaler is None:
+            if norm is not None:
+                self._add(torch.as_tensor(norm), trainer.suspects())
+        # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
+        elif trainer.ranks.largest(int(not trainer.is_loss_finite())):
+            end_nonfinite_run(trainer, "The loss is not finite", trainer.state.global_step + 1, trainer.suspects())
+
+    def _add(self, norm: torch.Tensor, suspects: Callable[[], list[tuple[str, bool]]]) -> None:
         self.read()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         step = self.trainer.state.global_step + 1

@@ -43,10 +43,15 @@ DEFAULT_LEARNING_RATES = {"adamw": 2e-3, "muon": 8e-3}
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
 
+# Flags that say when a run ends, instead of steps or epochs (`budgets.py`).
+BUDGETS = ("max_tokens", "tokens_per_parameter", "max_minutes")
+
 # The least value of numbers that nobody else checks before the data are prepared. A negative weight decay would let
 # the weights grow without any error.
 _LEAST = {
     **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
+    "early_stopping_patience": 1,
+    **dict.fromkeys(("tokens_per_parameter", "max_minutes"), 1e-3),
     **dict.fromkeys(("learning_rate", "weight_decay", "num_train_epochs", "seed"), 0),
 }
 
@@ -154,6 +159,20 @@ class LMTrainingArguments(TrainingArguments):
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of matrices. Vectors have none."})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay rate of the second moment."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training data."})
+    max_tokens: str | None = field(
+        default=None,
+        metadata={"help": "Train on this many tokens, such as 2B, 500M or 1e9, instead of epochs or steps."},
+    )
+    tokens_per_parameter: float | None = field(
+        default=None, metadata={"help": "Train on this many tokens per parameter of the model, such as 20."}
+    )
+    max_minutes: float | None = field(
+        default=None, metadata={"help": "Train for this time, evaluations included. The schedule ends with it."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={"help": "Stop after this many evaluations without a better one, and keep the best model."},
+    )
     eval_strategy: str = field(
         default="steps",
         metadata={
@@ -228,6 +247,10 @@ class LMTrainingArguments(TrainingArguments):
 
     def _choose_evaluations(self) -> None:
         """Choose when to evaluate and how to compare models, if the user left it out."""
+        if self.early_stopping_patience is not None:
+            # Each evaluation may be the best one, which needs a checkpoint.
+            self.load_best_model_at_end = True
+            self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or 0.1
         # --load_best_model_at_end needs an evaluation at each checkpoint, so their interval must not grow.
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
@@ -344,6 +367,14 @@ class LMTrainingArguments(TrainingArguments):
                 raise UserError(f"--{name} {value} must be at least {least} and finite.")
         if self.max_steps == 0:
             raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
+        budgets = [f"--{name}" for name in BUDGETS if vars(self)[name] is not None]
+        if len(budgets) > 1:
+            raise UserError(f"{' and '.join(budgets)} exclude each other. Pass one of them.")
+        if self.max_minutes is not None:
+            if self.warmup_steps >= 1:
+                raise UserError(f"--warmup_steps {self.warmup_steps:g} must be a share below 1 with --max_minutes.")
+            # The time ends the run.
+            self.max_steps = 10**9
 
 
 def default_learning_rate(optim_preset: str, hidden_size: int) -> float:

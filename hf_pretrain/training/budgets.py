@@ -1,0 +1,131 @@
+"""
+Budgets of a run instead of a number of steps: tokens (`--max_tokens`, `--tokens_per_parameter`) and time
+(`--max_minutes`). The schedule of the learning rate ends with the budget.
+
+A budget of tokens becomes a number of epochs once the rows are packed, so Trainer computes the steps.
+
+A budget of minutes has no number of steps. The learning rate follows the share of the time that has passed instead,
+so it reaches its end with the time, however fast the steps are. The ranks agree on the time in each step.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from ..data.preparation import PreparedData
+from ..model.configuration_minimind import MiniMindConfig
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
+from ..runtime.ranks import Ranks
+from .training_arguments import LMTrainingArguments
+
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# A schedule of transformers needs a number of steps. It gets this number of equal parts of the time.
+PARTS_OF_TIME = 10_000
+# After this number of steps of a launch, their pace gives the steps between evaluations, checkpoints and logs.
+MEASURED_STEPS = 10
+
+
+def parse_tokens(text: str) -> float:
+    """Return the number of tokens that `2B`, `500M` or `1e9` stands for. Raise `UserError` for other texts."""
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)([KMBT]?)", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise UserError(f"--max_tokens {text} is no number of tokens. Write it as 2B, 500M or 1e9.")
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def whole_model(config: MiniMindConfig) -> MiniMindForCausalLM:
+    """Return a model without storage, to count its parameters: a rank may hold only a part of the trained model."""
+    with torch.device("meta"):
+        return MiniMindForCausalLM(config)
+
+
+def apply_token_budget(args: LMTrainingArguments, data: PreparedData, config: MiniMindConfig) -> None:
+    """
+    Replace epochs and steps by those of a budget of tokens. They end with the step that reaches the budget. Tokens
+    count as in the log, without padding; for a stream, whose fill is unknown, each row counts in full.
+
+    Raises:
+        `ValueError`: if the rows are no packed sequences.
+    """
+    if args.max_tokens is not None:
+        tokens = parse_tokens(args.max_tokens)
+    elif args.tokens_per_parameter is not None:
+        tokens = args.tokens_per_parameter * whole_model(config).num_parameters()
+    else:
+        return
+    length = data.collator.max_length if data.collator is not None else None
+    if data.num_tokens is not None:
+        args.num_train_epochs, args.max_steps = tokens / data.num_tokens, -1
+    elif isinstance(data.train, IterableDataset) and length is not None:
+        args.max_steps = math.ceil(tokens / (args.rows_per_step * length))
+    else:
+        raise UserError(
+            "--max_tokens and --tokens_per_parameter need packed sequences, and this run has none. Pass --max_steps, "
+            "--num_train_epochs or --max_minutes."
+        )
+
+
+class TimeBudget(TrainerCallback, ExportableState):
+    """
+    End the training after some minutes of training, evaluations and checkpoints.
+
+    The schedule stands still in the first step of a launch, which compiles and reads the data, and then reaches its
+    end with the time. Checkpoints keep its position and the time of earlier launches.
+
+    Args:
+        minutes (`float`): the time.
+        ranks ([`~runtime.ranks.Ranks`]): the ranks that agree on it.
+    """
+
+    def __init__(self, minutes: float, ranks: Ranks):
+        self.seconds, self.ranks = 60 * minutes, ranks
+        # Seconds of all launches, and the share of the schedule that is over.
+        self.spent = self.share = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self.spent >= self.seconds
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"spent": self.spent, "share": self.share}}
+
+    def follow(self, scheduler: Any) -> None:
+        """Let the factors of a scheduler, made for `PARTS_OF_TIME` steps, follow the time instead of its steps."""
+        if not isinstance(scheduler, LambdaLR):
+            raise UserError("--max_minutes needs a schedule that depends on the step. Leave out --lr_scheduler_type.")
+        scheduler.lr_lambdas = [partial(self._factor, factor) for factor in scheduler.lr_lambdas]
+
+    def _factor(self, factor: Callable[[float], float], step: int) -> float:
+        return factor(self.share * PARTS_OF_TIME)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start, self._num_steps = time.monotonic(), 0
+
+    # Trainer steps the schedule between this event and the end of the step.
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        now = self.ranks.largest(round(1000 * (time.monotonic() - self._start))) / 1000
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._first, self._before, self._from = now, self.spent, self.share
+        self.spent, passed = self._before + now, now - self._first
+        left = self.seconds - self._before - self._first
+        done = 1.0 if self.is_over else passed / left
+        self.share = self._from + (1 - self._from) * done
+        # The mean time of a step, without the first one, tells how many steps remain.
+        pace = max(1e-3, passed / (self._num_steps - 1) if passed else now)
+        remaining = 0 if self.is_over else math.ceil((self.seconds - self.spent) / pace)
+        state.max_steps = state.global_step + 1 + remaining
+        if self._num_steps == MEASURED_STEPS:
+            # Intervals that are a share of all steps.
+            state.compute_steps(args, state.max_steps)

@@ -1,0 +1,172 @@
+"""Budgets, early stopping and own validation data."""
+
+import json
+import math
+import os
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from hf_pretrain.data.sources import name_eval_sets
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.training import budgets
+from hf_pretrain.training.recipe import train_and_evaluate
+from tests.invariants.launching import ROOT, start
+from tests.toys import write_jsonl
+from tests.training.test_base_trainer import SignalInEvaluation, make_run_trainer
+
+
+WORDS = ["--max_length", "32", "--use_cpu", "--bf16", "false", "--report_to", "none"]
+SIZES = ["--vocab_size", "300", "--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4"]
+
+
+def test_numbers_of_tokens():
+    texts = {"2B": 2e9, "500M": 5e8, "1e9": 1e9, "1.5k": 1500, "300": 300}
+    assert {text: budgets.parse_tokens(text) for text in texts} == texts
+    for text in ("2 B", "B", "-1", "0", "1.2.3", "nan"):
+        with pytest.raises(UserError, match="is no number of tokens"):
+            budgets.parse_tokens(text)
+
+
+def test_names_of_validation_sets():
+    names = ["my/news.jsonl", "other/code.v2.txt.gz", "me/chats:long[test_sft]@main", "embedded:idiom"]
+    assert list(name_eval_sets(names, [])) == ["news", "code_v2", "chats_long_test_sft_main", "embedded_idiom"]
+    assert list(name_eval_sets(["a/test.jsonl", "b/test.jsonl"], [])) == ["a_test_jsonl", "b_test_jsonl"]
+    assert name_eval_sets(["a.jsonl"], []) == {"": "a.jsonl"} and name_eval_sets(None, ["a"]) == {}
+    with pytest.raises(UserError, match="a.jsonl is named twice"):
+        name_eval_sets(["a.jsonl", "b.jsonl"], ["a.jsonl"])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the directory of a run with a budget of tokens and two validation sets, and its output."""
+    path = tmp_path_factory.mktemp("run")
+    names = ("train", "news", "code")
+    data = {name: write_jsonl(path / f"{name}.jsonl", (f"{name} {i} rivers run" for i in range(40))) for name in names}
+    words = ["--dataset_name", data["train"], "--eval_dataset_name", data["news"], data["code"], *WORDS, *SIZES]
+    words += ["--max_tokens", "2K", "--eval_steps", "0.5", "--output_dir", str(path / "out")]
+    result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words])
+    assert result.returncode == 0, result.stdout
+    return path / "out", result.stdout
+
+
+def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(run):
+    state = json.loads((run[0] / "trainer_state.json").read_text())
+    per_step = state["num_input_tokens_seen"] / state["global_step"]
+    assert 2000 <= state["num_input_tokens_seen"] < 2000 + per_step and state["global_step"] == state["max_steps"]
+
+
+def test_own_validation_data_are_whole_and_have_their_own_figures(run):
+    directory, output = run
+    assert "Training: 40 documents" in output and "Validation code: 40 documents" in output
+    log = json.loads((directory / "trainer_state.json").read_text())["log_history"]
+    news, code = (
+        [entry[f"eval_{name}_loss"] for entry in log if f"eval_{name}_loss" in entry] for name in ("news", "code")
+    )
+    assert len(news) == len(code) == 2 and not set(news) & set(code)
+    # The first set is the one that chooses, and the one of the report.
+    assert [entry["eval_loss"] for entry in log if "eval_loss" in entry] == news
+    assert f"Validation loss    {news[-1]:.4f}" in output and f"Loss on code       {code[-1]:.4f}" in output
+    page = (directory / "report.html").read_text()
+    assert "loss on code" in page and f"{code[-1]:.4f}" in page
+    words = ["--model_name_or_path", str(directory), "--eval_dataset_name", str(directory.parent / "code.jsonl")]
+    result = start([sys.executable, str(ROOT / "recipes/evaluate.py"), *words, *WORDS])
+    assert result.returncode == 0, result.stdout
+    results = json.loads((directory / "evaluation.json").read_text())
+    assert results["held_out"]["eval_loss"] == pytest.approx(code[-1], abs=1e-6)
+    assert "code.jsonl in sequences of 32: 40 documents" in results["data"]
+
+
+def make_overfitting_trainer(path, **arguments):
+    """Return a trainer whose validation loss rises with each step: it never trains the validation token."""
+    arguments = {"max_steps": 20, "learning_rate": 0.05, "eval_strategy": "steps", "eval_steps": 1} | arguments
+    trainer = make_run_trainer(path, early_stopping_patience=3, **arguments)
+    trainer.train_dataset, trainer.eval_dataset = (
+        [{"input_ids": [token] * 9, "seq_lengths": [9]}] * 8 for token in (5, 9)
+    )
+    return trainer
+
+
+def test_a_run_stops_early_and_keeps_its_best_model_also_after_a_resume(tmp_path, restored):
+    trainer = make_overfitting_trainer(tmp_path)
+    train_and_evaluate(trainer, checkpoint=None)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.global_step == 4 and min(losses) == losses[0]
+    best, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint-1", "."))
+    assert all(torch.equal(best[name], saved[name]) for name in best)
+    resumed = tmp_path / "resumed"
+    stopped = make_overfitting_trainer(resumed)
+    stopped.add_callback(SignalInEvaluation(3))
+    with pytest.raises(SystemExit):
+        train_and_evaluate(stopped, checkpoint=None)
+    for _ in range(2):
+        trainer = make_overfitting_trainer(resumed)
+        train_and_evaluate(trainer, checkpoint=True)
+        assert trainer.state.global_step == 4 and trainer.state.best_global_step == 1
+
+
+def test_early_stopping_needs_validation_data(tmp_path):
+    trainer = make_overfitting_trainer(tmp_path)
+    trainer.eval_dataset = None
+    with pytest.raises(UserError, match="needs validation data"):
+        train_and_evaluate(trainer, checkpoint=None)
+
+
+class StopAtStep8(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def make_timed_trainer(path: Path, monkeypatch, **arguments):
+    """Return a trainer of 20 seconds, whose steps take one second each."""
+    clock = count()
+    monkeypatch.setattr(budgets, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    arguments = {"max_minutes": 1 / 3, "logging_steps": 1, "warmup_steps": 0.0, "save_steps": 0.25} | arguments
+    return make_run_trainer(path, learning_rate=1.0e-3, optim_preset="adamw", **arguments)
+
+
+def rates(trainer) -> list[float]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
+    trainer = make_timed_trainer(tmp_path, monkeypatch)
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == 20
+    # A cosine down to a tenth. The first step, which compiles, does not move it.
+    shares = [0, *(step / 19 for step in range(19))]
+    assert rates(trainer) == pytest.approx([1e-3 * (0.55 + 0.45 * math.cos(math.pi * share)) for share in shares])
+    assert trainer.state.save_steps == 5
+    # A second launch has the rest of the time, and the schedule goes on.
+    other = tmp_path / "resumed"
+    stopped = make_timed_trainer(other, monkeypatch)
+    stopped.add_callback(StopAtStep8())
+    with pytest.raises(SystemExit):
+        stopped.train()
+    for _ in range(2):
+        resumed = make_timed_trainer(other, monkeypatch)
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 20
+        falling = rates(resumed)
+        assert falling == sorted(falling, reverse=True) and 1e-4 < falling[-1] < 1.2e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": "2B", "tokens_per_parameter": 20.0}, "exclude each other"),
+        ({"max_minutes": 5.0, "warmup_steps": 10}, "must be a share below 1 with --max_minutes"),
+        ({"max_minutes": 0.0}, "--max_minutes 0.0 must be at least"),
+    ],
+)
+def test_wrong_budgets(tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        make_run_trainer(tmp_path, **arguments)
