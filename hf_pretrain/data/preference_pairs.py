@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -42,33 +43,28 @@ def load_pairs(
     mark_template(tokenizer)
     with training_args.main_process_first(desc="preparing the data"):
         documents, eval_sets = data_args.load_documents(training_args, schema="preference")
-        train, *validation = (
-            prepare_pairs(
-                part,
-                tokenizer,
-                max_length=training_args.max_length,
-                num_proc=data_args.num_proc,
-                are_whole=are_whole,
-            )
-            for part in (documents, *eval_sets.values())
+        prepare = partial(
+            prepare_pairs,
+            tokenizer=tokenizer,
+            max_length=training_args.max_length,
+            num_proc=data_args.num_proc,
+            are_whole=are_whole,
         )
-    report = [f"Training: {train[1]}"]
-    report += [
-        f"Validation{name and ' '}{name}: {pairs[1]}" for name, pairs in zip(eval_sets, validation, strict=True)
-    ]
+        train, train_report = prepare(documents)
+        validation = {name: prepare(part) for name, part in eval_sets.items()}
+    report = [f"Training: {train_report}"]
+    report += [f"Validation{name and ' '}{name}: {text}" for name, (_, text) in validation.items()]
     print_report(report, training_args)
-    eval_rows = {name: pairs[0] for name, pairs in zip(eval_sets, validation, strict=True) if len(pairs[0])}
-    # A reward model answers no questions.
-    questions = eval_sets[next(iter(eval_rows))] if eval_rows and not are_whole else None
     return PreparedData(
         tokenizer,
         report,
         data_args.dataset_name,
         "preferences",
-        train[0],
-        eval_rows,
+        train,
+        {name: pairs for name, (pairs, _) in validation.items()},
         data_args.eval_dataset_name or [],
-        conversations=questions,
+        # A reward model answers no questions.
+        conversations=None if are_whole else next(iter(eval_sets.values())),
     )
 
 

@@ -44,6 +44,10 @@ class PreparedData:
     collator: DataCollatorForPackedRows | None = None
     num_tokens: int | None = None
 
+    def __post_init__(self):
+        self.eval_sets = {name: rows for name, rows in self.eval_sets.items() if rows is not None and len(rows)}
+        self.conversations = self.conversations if self.eval_sets else None
+
     @property
     def first_eval(self) -> Dataset | None:
         """Rows of the first validation set, which chooses the best model; `None` without one."""
@@ -94,7 +98,6 @@ def load_rows(
             train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer, seed=training_args.seed)
         validation = {name: data_args.prepare_rows(part, tokenizer) for name, part in eval_sets.items()}
     report = [f"Validation{name and ' '}{name}: {counts or 'nothing'}" for name, (_, counts) in validation.items()]
-    eval_rows = {name: rows for name, (rows, _) in validation.items() if rows is not None}
     if not is_evaluation:
         report.insert(0, f"Training: {train_report or 'streamed'}")
         print_report(report, training_args)
@@ -104,9 +107,9 @@ def load_rows(
         data_args.dataset_name,
         data_args.kind_name,
         train_rows,
-        eval_rows,
+        {name: rows for name, (rows, _) in validation.items()},
         data_args.eval_dataset_name or [],
-        conversations=eval_sets[next(iter(eval_rows))] if eval_rows and data_args.encoder is not None else None,
+        conversations=next(iter(eval_sets.values())) if data_args.encoder is not None else None,
         # Give all sequences one length: torch.compile would compile again for each new length.
         collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
         num_tokens=train_report.num_tokens if train_report is not None else None,

@@ -65,10 +65,7 @@ class TaskArguments:
         metadata={"help": "One or more names of validation tasks. The run then trains on all of --dataset_name."},
     )
     validation_fraction: float = field(
-        default=0.01,
-        metadata={
-            "help": "Share of the tasks for validation without --eval_dataset_name, chosen by a hash of the prompt."
-        },
+        default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
     )
     add_system_ratio: float = field(
         default=0.0, metadata={"help": "Share of the prompts with a random system message, e.g. 0.2."}
@@ -108,36 +105,24 @@ class TaskArguments:
                 the main process writes.
             tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the run.
             check (`Callable`): as in [`~data.reward_tasks.load_tasks`].
-
-        Raises:
-            `ValueError`: in the cases of [`~data.reward_tasks.load_tasks`].
         """
         is_main = training_args.process_index == 0
-        load = partial(
-            load_tasks,
-            seed=training_args.seed,
-            add_system_ratio=self.add_system_ratio,
-            max_rejected_ratio=self.max_rejected_ratio,
-            check=check,
-        )
-        names = name_eval_sets(self.eval_dataset_name, self.dataset_name)
+        how = {"seed": training_args.seed, "add_system_ratio": self.add_system_ratio, "check": check}
+        how["max_rejected_ratio"] = self.max_rejected_ratio
+        named = name_eval_sets(self.eval_dataset_name, self.dataset_name)
         # Without a fraction for validation, the training set is the whole set.
-        eval_sets = {label: load([name], validation_fraction=0.0)[0] for label, name in names.items()}
-        train, validation = load(
-            self.dataset_name,
-            validation_fraction=0.0 if eval_sets else self.validation_fraction,
-            rejected_path=Path(training_args.output_dir, "rejected.jsonl") if is_main else None,
-        )
+        eval_sets = {label: load_tasks([name], validation_fraction=0.0, **how)[0] for label, name in named.items()}
+        how["validation_fraction"] = 0.0 if eval_sets else self.validation_fraction
+        rejected_path = Path(training_args.output_dir, "rejected.jsonl") if is_main else None
+        train, validation = load_tasks(self.dataset_name, rejected_path=rejected_path, **how)
         eval_sets = eval_sets or {"": validation}
         report = [
             f"Training: {len(train):,} tasks, {training_args.num_generations} completions each",
             *(f"Validation{label and ' '}{label}: {len(tasks):,} tasks" for label, tasks in eval_sets.items()),
             f"Rewards: {', '.join(self.rewards)}",
         ]
-        eval_sets = {label: tasks for label, tasks in eval_sets.items() if len(tasks)}
-        return PreparedData(
-            tokenizer, report, self.dataset_name, "tasks", train, eval_sets, self.eval_dataset_name or []
-        )
+        names = self.eval_dataset_name or []
+        return PreparedData(tokenizer, report, self.dataset_name, "tasks", train, eval_sets, names)
 
 
 @dataclass

@@ -42,11 +42,7 @@ class RunTrainer(Trainer):
     """
     A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`), trains
     with Muon (`--optim_preset muon`, the default of pretraining), and logs `tokens_per_second` and `peak_memory_gib`.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]), args ([`~transformers.TrainingArguments`]), kwargs: the arguments of
-            [`~transformers.Trainer`].
-        run_facts ([`~hub.model_card.RunFacts`], *optional*): facts about the data for the model card.
+    `run_facts` holds facts about the data for the model card; all other arguments are Trainer's.
     """
 
     def __init__(
@@ -61,8 +57,7 @@ class RunTrainer(Trainer):
             self.lm_args.evaluate_never()
         self.signals, self._throughput = SignalListener(), Throughput()
         self._weight_decays: list[float] = []
-        self._checkpoint: str | None = None
-        self._evaluation_is_due = False
+        self._checkpoint, self._evaluation_is_due = None, False
         # Digest these weights now: later, they are wrapped or sharded.
         self._fixed_weights = digest_fixed_weights(model, args)
         # NOTE: Trainer sets `config.use_cache` to this value, for the training pass, but the config is saved with the
@@ -144,12 +139,11 @@ class RunTrainer(Trainer):
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
-        num_training_steps = num_training_steps if self.time_budget is None else PARTS_OF_TIME
+        budget = self.time_budget
+        num_training_steps = num_training_steps if budget is None else PARTS_OF_TIME
         with complete_schedule(self.args, num_training_steps):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.time_budget is not None:
-            self.time_budget.follow(scheduler)
-        return scheduler
+        return scheduler if budget is None else budget.follow(scheduler)
 
     def _other_arguments(self) -> list[Any]:
         """Return the arguments of the run besides `args`. Subclasses that get more override this method."""
@@ -180,15 +174,9 @@ class RunTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any):
         """
-        Train as [`~transformers.Trainer.train`] does, and lock `output_dir` against other runs meanwhile.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): a checkpoint directory, or `True` for the newest
-                checkpoint in `output_dir` that verifies.
-
-        Raises:
-            `ValueError`: if the run cannot resume exactly, or the data differ between ranks or are an empty stream.
-            `SystemExit`: with the exit statuses that docs/checkpoints.md lists.
+        Train as [`~transformers.Trainer.train`] does, and lock `output_dir` against other runs meanwhile. To resume,
+        pass a checkpoint directory, or `True` for the newest checkpoint in `output_dir` that verifies. Raise
+        `SystemExit` with the exit statuses that docs/checkpoints.md lists.
         """
         # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
         watch_launcher(launcher())
@@ -213,8 +201,7 @@ class RunTrainer(Trainer):
         others = self._other_arguments()
         self.description = RunDescription.of(self, self._fixed_weights, layout=self._layout, others=others)
         if resume_from_checkpoint is True:
-            output_dir = self.args.output_dir
-            resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(output_dir))
+            resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         is_resumed = self._checkpoint is not None
         self._evaluation_is_due = is_resumed and self.description.check_resume(self._checkpoint, self.state)
@@ -327,10 +314,7 @@ class RunTrainer(Trainer):
                 rotate_checkpoints(target, limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """
-        Save the model to `output_dir`. All ranks must call this method. The files get their final names once all of
-        them are on the disk, so a crash never leaves half a model. Unlike Trainer's method, it does not push.
-        """
+        """Save the model to `output_dir`, whole or not at all, without a push. All ranks must call this method."""
         if self.writer.directory is not None:
             # Trainer calls this method within `_save_checkpoint`, which renames the files itself.
             self._write_model(output_dir)
@@ -399,10 +383,7 @@ class RunTrainer(Trainer):
         """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""
 
     def push_to_hub(self, commit_message: str | None = "End of training", *args: Any, **kwargs: Any) -> None:
-        """
-        Save the model, and push it with its card from `output_dir`. All ranks must call this method. It always waits
-        for the upload. `pusher.report` tells whether the push succeeded.
-        """
+        """Save the model, and push it with its card; `pusher.report` tells the result. All ranks call this method."""
         if self.hub_model_id is None:
             self.init_hf_repo()
         self.save_model()

@@ -25,9 +25,10 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
-from .training_arguments import LMTrainingArguments
 
 
+# Flags that say when a run ends, instead of steps or epochs.
+BUDGETS = ("max_tokens", "tokens_per_parameter", "max_minutes")
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # A schedule of transformers needs a number of steps. It gets this number of equal parts of the time.
 PARTS_OF_TIME = 10_000
@@ -43,13 +44,26 @@ def parse_tokens(text: str) -> float:
     return float(match[1]) * _UNITS[match[2].upper()]
 
 
+def check_budget(args: Any) -> None:
+    """Check the budget of training arguments, and let Trainer's number of steps not end a budget of minutes."""
+    given = [f"--{name}" for name in BUDGETS if vars(args)[name] is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other. Pass one of them.")
+    if args.max_tokens is not None:
+        parse_tokens(args.max_tokens)
+    if args.max_minutes is not None:
+        if args.warmup_steps >= 1:
+            raise UserError(f"--warmup_steps {args.warmup_steps:g} must be a share below 1 with --max_minutes.")
+        args.max_steps = 10**9
+
+
 def whole_model(config: MiniMindConfig) -> MiniMindForCausalLM:
     """Return a model without storage, to count its parameters: a rank may hold only a part of the trained model."""
     with torch.device("meta"):
         return MiniMindForCausalLM(config)
 
 
-def apply_token_budget(args: LMTrainingArguments, data: PreparedData, config: MiniMindConfig) -> None:
+def apply_token_budget(args: Any, data: PreparedData, config: MiniMindConfig) -> None:
     """
     Replace epochs and steps by those of a budget of tokens. They end with the step that reaches the budget. Tokens
     count as in the log, without padding; for a stream, whose fill is unknown, each row counts in full.
@@ -100,11 +114,12 @@ class TimeBudget(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"spent": self.spent, "share": self.share}}
 
-    def follow(self, scheduler: Any) -> None:
+    def follow(self, scheduler: Any) -> LambdaLR:
         """Let the factors of a scheduler, made for `PARTS_OF_TIME` steps, follow the time instead of its steps."""
         if not isinstance(scheduler, LambdaLR):
             raise UserError("--max_minutes needs a schedule that depends on the step. Leave out --lr_scheduler_type.")
         scheduler.lr_lambdas = [partial(self._factor, factor) for factor in scheduler.lr_lambdas]
+        return scheduler
 
     def _factor(self, factor: Callable[[float], float], step: int) -> float:
         return factor(self.share * PARTS_OF_TIME)

@@ -23,9 +23,9 @@ from ..checkpoints.writer import checkpoint_bytes
 from ..runtime.progress import announce
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
-from .budgets import whole_model
+from .budgets import BUDGETS, whole_model
 from .measurements import flops_per_token, num_active_parameters, peak_memory_bytes
-from .training_arguments import BUDGETS, LMTrainingArguments, optimizer_name
+from .training_arguments import LMTrainingArguments, optimizer_name
 
 
 NUM_STEPS = 4

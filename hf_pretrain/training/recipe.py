@@ -21,7 +21,7 @@ from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
 from .answer_measures import AnswerMeasures
 from .base_trainer import RunTrainer
-from .budgets import apply_token_budget
+from .budgets import BUDGETS, apply_token_budget
 from .callbacks import (
     LogLinesCallback,
     ProfilerCallback,
@@ -43,7 +43,7 @@ from .micro_batch import fit_micro_batch
 from .resume_check import describe_data
 from .run_directory import RunDirectory, now
 from .stopping import EarlyStopping
-from .training_arguments import BUDGETS, LMTrainingArguments, complete_learning_rate
+from .training_arguments import LMTrainingArguments, complete_learning_rate
 
 
 def begin_run(

@@ -22,6 +22,7 @@ from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
 from ..runtime.progress import shows_bars
 from ..runtime.ranks import first_process_first
+from .budgets import check_budget
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .float8 import check_float8
 from .launch import (
@@ -43,9 +44,6 @@ DEFAULT_LEARNING_RATES = {"adamw": 2e-3, "muon": 8e-3}
 # Fewest steps between evaluations, unless `--eval_steps` is given.
 MIN_EVAL_STEPS = 50
 
-# Flags that say when a run ends, instead of steps or epochs (`budgets.py`).
-BUDGETS = ("max_tokens", "tokens_per_parameter", "max_minutes")
-
 # The least value of numbers that nobody else checks before the data are prepared. A negative weight decay would let
 # the weights grow without any error.
 _LEAST = {
@@ -63,9 +61,6 @@ class LMTrainingArguments(TrainingArguments):
 
     The class holds and checks values. When an instance is made, transformers' constructor chooses the device and
     starts the process group; [`~training.launch`] starts it for CPU ranks.
-
-    Raises:
-        `ValueError`: for values that do not fit together or do not fit the machine and the launch command.
     """
 
     config: str | None = field(default=None, metadata={"help": "YAML file with values of these flags."})
@@ -292,11 +287,8 @@ class LMTrainingArguments(TrainingArguments):
         """
         Run the block in the first process of each machine, and then in the others, which read its cache.
 
-        transformers' method waits in a collective, which fails after `--ddp_timeout`. This method waits without limit.
-
-        Args:
-            local (`bool`): ignored; transformers' method has this argument.
-            desc (`str`): the work as a participle, such as `preparing the data`, for the waiting processes' message.
+        transformers' method waits in a collective, which fails after `--ddp_timeout`. This method waits without limit,
+        and ignores the arguments.
         """
         if self.world_size > 1 and dist.is_initialized():
             with first_process_first(self.local_process_index):
@@ -344,10 +336,7 @@ class LMTrainingArguments(TrainingArguments):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
 
     def _choose_optimizer(self):
-        """
-        Set the optimizer and its clipping where the user left them out. The learning rate follows once the model is
-        known ([`complete_learning_rate`]).
-        """
+        """Set the optimizer and its clipping where the user left them out; `complete_learning_rate` follows."""
         default = TrainingArguments.default_optim
         if self.optim_preset == "muon" and self.optim not in (None, default):
             raise UserError(f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out.")
@@ -367,14 +356,7 @@ class LMTrainingArguments(TrainingArguments):
                 raise UserError(f"--{name} {value} must be at least {least} and finite.")
         if self.max_steps == 0:
             raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
-        budgets = [f"--{name}" for name in BUDGETS if vars(self)[name] is not None]
-        if len(budgets) > 1:
-            raise UserError(f"{' and '.join(budgets)} exclude each other. Pass one of them.")
-        if self.max_minutes is not None:
-            if self.warmup_steps >= 1:
-                raise UserError(f"--warmup_steps {self.warmup_steps:g} must be a share below 1 with --max_minutes.")
-            # The time ends the run.
-            self.max_steps = 10**9
+        check_budget(self)
 
 
 def default_learning_rate(optim_preset: str, hidden_size: int) -> float:

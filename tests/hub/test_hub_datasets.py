@@ -123,6 +123,44 @@ def test_cleaning_reads_the_rows_that_training_reads(hub, data, tmp_path, name, 
     assert (report["num_records"], report["num_kept"]) == (len(dropped) + len(kept), len(kept))
 
 
+# As in HuggingFaceH4/ultrachat_200k: no split is called train.
+ULTRACHAT = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train_sft
+    path: train.parquet
+  - split: test_sft
+    path: test.parquet
+---
+"""
+SPLITS = """
+import json, sys
+from hf_pretrain.data.data_arguments import ChatArguments
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+args = LMTrainingArguments(output_dir=".", use_cpu=True)
+data = ChatArguments(dataset_name=[sys.argv[1]], eval_dataset_name=sys.argv[2:])
+train, validation = data.load_documents(args)
+print(json.dumps([list(train["text"]), {name: list(part["text"]) for name, part in validation.items()}]))
+"""
+
+
+def test_splits_are_training_and_validation_data(hub, data, tmp_path):
+    chats = {name: [{"role": "user", "content": name}, *CHAT[1:]] for name in ("train", "test")}
+    repo = hub.repos["user/ultrachat"] = Repo(private=False)
+    files = {f"{name}.parquet": parquet({"messages": chat}) for name, chat in chats.items()}
+    repo.commit("only", {"README.md": ULTRACHAT, **files})
+    names = ["user/ultrachat[train_sft]", "user/ultrachat:default[test_sft]@main", "user/table:chats[train]"]
+    environment = hub.client_environment()
+    result = start([sys.executable, "-c", SPLITS, *names[:2]], cwd=tmp_path, PYTHONPATH=str(ROOT), **environment)
+    texts = {name: [json.dumps({"messages": chat})] for name, chat in chats.items()}
+    assert json.loads(result.stdout.splitlines()[-1]) == [texts["train"], {"": texts["test"]}], result.stdout
+    code, output = data("inspect", names[1])
+    assert code == 0 and "Records" in output, output
+    code, output = data("inspect", "user/ultrachat")
+    assert code == 2 and "train_sft" in output, output
+
+
 def test_a_table_of_lines_is_inspected(hub, data):
     code, output = data("inspect", "user/lines", "--text_column", "body", "--show", "9")
     assert code == 0, output
