@@ -39,8 +39,8 @@ class SourceArguments:
     validation_fraction: float = field(
         default=0.01,
         metadata={
-            "help": "Share of documents for validation, chosen by a hash of the text or of the first question, without "
-            "--eval_dataset_name."
+            "help": "Share of documents for validation without --eval_dataset_name, chosen by a hash of the text or "
+            "first question."
         },
     )
     train_fraction: float = field(default=1.0, metadata={"help": "Share of the training documents to use."})

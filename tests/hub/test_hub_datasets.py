@@ -150,9 +150,9 @@ def test_splits_are_training_and_validation_data(hub, data, tmp_path):
     repo = hub.repos["user/ultrachat"] = Repo(private=False)
     files = {f"{name}.parquet": parquet({"messages": chat}) for name, chat in chats.items()}
     repo.commit("only", {"README.md": ULTRACHAT, **files})
-    names = ["user/ultrachat[train_sft]", "user/ultrachat:default[test_sft]@main", "user/table:chats[train]"]
+    names = ["user/ultrachat[train_sft]", "user/ultrachat:default[test_sft]@main"]
     environment = hub.client_environment()
-    result = start([sys.executable, "-c", SPLITS, *names[:2]], cwd=tmp_path, PYTHONPATH=str(ROOT), **environment)
+    result = start([sys.executable, "-c", SPLITS, *names], cwd=tmp_path, PYTHONPATH=str(ROOT), **environment)
     texts = {name: [json.dumps({"messages": chat})] for name, chat in chats.items()}
     assert json.loads(result.stdout.splitlines()[-1]) == [texts["train"], {"": texts["test"]}], result.stdout
     code, output = data("inspect", names[1])
