@@ -211,12 +211,12 @@ def test_the_recipe_gives_the_final_metrics_of_the_run(run, tmp_path):
 def test_a_test_file_is_evaluated_whole(model, tokenizer, talker, tmp_path):
     texts = [example["text"] for example in EXAMPLES] * 2
     data = write_jsonl(tmp_path / "test.jsonl", [f"{text} {number}" for number, text in enumerate(texts)])
-    words = ["--model_name_or_path", str(talker), "--dataset_name", data, "--results_dir", str(tmp_path)]
-    words += ["--max_length", "128", "--use_cpu", "--bf16", "false", "--disable_tqdm", "true"]
+    words = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--max_length", "128"]
+    words += ["--use_cpu", "--bf16", "false", "--disable_tqdm", "true"]
     kinds = (ModelArguments, ValidationArguments, EvaluationArguments)
-    with pytest.raises(ValueError, match="selects no document of .* Use 1 to evaluate on all of them"):
-        main(*parse_args(*kinds, stage="evaluate", argv=words))
-    main(*parse_args(*kinds, stage="evaluate", argv=[*words, "--validation_fraction", "1"]))
+    with pytest.raises(ValueError, match="selects no document of .* Pass the test data as --eval_dataset_name"):
+        main(*parse_args(*kinds, stage="evaluate", argv=[*words, "--dataset_name", data]))
+    main(*parse_args(*kinds, stage="evaluate", argv=[*words, "--eval_dataset_name", data]))
     ids = encode_documents([f"{text} {number}" for number, text in enumerate(texts)], tokenizer)
     scores = torch.cat([log_probabilities(model, document) for document in ids])
     results = json.loads((tmp_path / "evaluation.json").read_text())
