@@ -22,20 +22,11 @@ if "OMP_WAIT_POLICY" not in os.environ:
 # search all of them again and again: a quarter of the time until a run begins.
 gc.disable()
 try:
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-    )
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from .model import (
-        PRESETS,
-        MiniMindConfig,
-        MiniMindForCausalLM,
-        MiniMindForSequenceClassification,
-        MiniMindModel,
-    )
+    from .model.configuration_minimind import MiniMindConfig
+    from .model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
+    from .model.presets import PRESETS
     from .weights.adapters import register_peft_defaults
 finally:
     gc.freeze()

@@ -205,7 +205,8 @@ def find_language(text: str) -> str:
 def _num_parameters(preset: str) -> int:
     import torch
 
-    from ..model import MiniMindConfig, MiniMindForCausalLM
+    from ..model.configuration_minimind import MiniMindConfig
+    from ..model.modeling_minimind import MiniMindForCausalLM
 
     with torch.device("meta"):
         model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))

@@ -3,22 +3,5 @@ The MiniMind model: configuration, presets, decoder, attention over packed seque
 
 This package may import `runtime` and nothing else; it knows nothing about tokenizers, data or training. The modules in
 `configuration_minimind.CODE_FILES` travel to the Hub with every checkpoint and import only each other. `presets`
-does not travel.
+does not travel. The package `hf_pretrain` itself exports the names that users import.
 """
-
-from .configuration_minimind import MiniMindConfig
-from .modeling_minimind import (
-    MiniMindForCausalLM,
-    MiniMindForSequenceClassification,
-    MiniMindModel,
-)
-from .presets import PRESETS
-
-
-__all__ = [
-    "PRESETS",
-    "MiniMindConfig",
-    "MiniMindForCausalLM",
-    "MiniMindForSequenceClassification",
-    "MiniMindModel",
-]

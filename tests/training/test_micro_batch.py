@@ -8,9 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.model import PRESETS
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.training.measurements import flops_per_token
 from hf_pretrain.training.micro_batch import activation_bytes_per_token, fit_micro_batch, fitting_micro_batch
