@@ -6,6 +6,7 @@ them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it
 """
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import wait_for_everyone
 from huggingface_hub.constants import REPOCARD_NAME
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save_file
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import get_model_param_count
@@ -53,6 +56,20 @@ def write_model(
         Path(directory, REPOCARD_NAME).unlink()
     if is_writer and tokenizer is not None:
         save_tokenizer(tokenizer, directory)
+
+
+def cast_files(directory: Path, dtype: str) -> None:
+    """Round the weights of a written model to a torch dtype such as `float16`, and name it in the config."""
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        # Loaded from bytes, because `load_file` maps the file that is written here.
+        weights = {name: tensor.to(vars(torch)[dtype]) for name, tensor in load(path.read_bytes()).items()}
+        save_file(weights, path, metadata=metadata)
+    # An adapter has no config of a model.
+    for path in directory.glob(CONFIG_NAME):
+        content = json.loads(path.read_text(encoding="utf-8")) | {"dtype": dtype}
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 class CheckpointWriter:

@@ -14,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
-from ..checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
+from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.padding_rows import RowSource, is_stream
 from ..hub.model_card import RunFacts
 from ..hub.pushing import HubPusher, create_repository
@@ -322,6 +322,8 @@ class RunTrainer(Trainer):
         self.gradient_check.read()
         with self.writer.writing_model(Path(output_dir or self.args.output_dir)) as source:
             self._write_model(str(source))
+            if self.lm_args is not None and self.lm_args.save_dtype and self.args.should_save:
+                cast_files(source, self.lm_args.save_dtype)
 
     def _write_model(self, directory: str) -> None:
         """Write the whole model to a directory. All ranks must call this method."""

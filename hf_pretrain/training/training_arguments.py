@@ -185,6 +185,13 @@ class LMTrainingArguments(TrainingArguments):
     save_steps: float = field(
         default=0.1, metadata={"help": "Steps between checkpoints, or a share of all steps if below 1."}
     )
+    save_dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data type of the final model's files, by default float32. Checkpoints keep float32.",
+            "choices": ("float16", "bfloat16", "float32"),
+        },
+    )
     # With two checkpoints, a run can resume although the newest one is damaged.
     save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints to keep."})
     logging_steps: float = field(

@@ -9,6 +9,8 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -150,6 +152,18 @@ def test_bf16_agrees_roughly_and_saves_float32(launch, way):
     for step, expected in zip(run.steps, reference.steps, strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2)
         assert step["loss"] != expected["loss"]
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "zero2", "zero3"])
+def test_the_final_model_has_the_dtype_of_save_dtype(launch, workspace, way):
+    run = launch("dense", way, [*SGD, "--save_dtype", "float16", "--save_strategy", "steps", "--save_steps", "6"])
+    directory = max(workspace.glob("run*"), key=lambda path: path.stat().st_ctime)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.dtype == torch.float16 and model.config.dtype == torch.float16
+    exact = load_file(directory / "checkpoint-6/model.safetensors")
+    assert exact.keys() == run.weights.keys()
+    for name, weight in exact.items():
+        assert weight.dtype == torch.float32 and torch.equal(run.weights[name], weight.half()), name
 
 
 def test_streams_agree(launch):
