@@ -25,6 +25,12 @@ SAME = {
     **{"--student_num_layers": "--student_hidden_size", "--student_use_moe": "--student_hidden_size"},
     "--num_generations": "--batch_size",
 }
+# The same names in scripts of inference.
+ANSWERS = {
+    **dict.fromkeys(("--save_dir", "--out_dir"), "the directory of `--weight`"),
+    "--weight": "`--model_name_or_path`, found as with `--from_weight`",
+    "--load_from": "`--model_name_or_path`, without `--weight`",
+}
 
 
 def describe(rule: str | dict[str, str]) -> str:
@@ -37,16 +43,20 @@ def describe(rule: str | dict[str, str]) -> str:
 
 
 def rows() -> Iterator[str]:
-    for stage, rules in TABLE.items():
+    for stage, rules in ((stage, rules) for stage, rules in TABLE.items() if stage != "otherwise"):
         groups: dict[str, list[str]] = {}
         for flag, rule in rules.items():
             if stage == "refused":
                 text = "refused: " + re.sub(r"--\w+( rloo)?", r"`\g<0>`", rule)
                 flag = f"{flag}` of `grpo" if flag in TABLE["all"] else flag
             else:
-                text = COLLECTED[SAME.get(flag, flag)] if rule == "collect" else describe(rule)
+                collected = ANSWERS if stage == "answers" else COLLECTED
+                text = collected.get(flag) or COLLECTED[SAME.get(flag, flag)] if rule == "collect" else describe(rule)
+            if isinstance(rule, dict) and flag in TABLE["otherwise"]:
+                text += "; other values are refused: " + re.sub(r"--\w+", r"`\g<0>`", TABLE["otherwise"][flag])
             groups.setdefault(text, []).append(f"`{flag}`")
-        where = "" if stage in ("all", "refused") else f" of `{stage}`"
+        places = {"all": "", "refused": "", "answers": " of `chat` and `serve`"}
+        where = places.get(stage, f" of `{stage}`")
         for text, flags in groups.items():
             yield f"| {', '.join(flags)}{where} | {text} |"
 

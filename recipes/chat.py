@@ -25,6 +25,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.stages.inference import load_for_inference, make_inference_parser, sampling_options
 from hf_pretrain.stages.terminal_chat import AUTO_PROMPTS, Chat
+from hf_pretrain.training.minimind_flags import translate_minimind
 
 
 def main(args: argparse.Namespace) -> None:
@@ -76,4 +77,4 @@ def make_parser() -> RecipeParser:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(make_parser().parse_args(translate_minimind(sys.argv[1:], "chat")))

@@ -23,6 +23,7 @@ of other origins, and for more tokens than the model has positions.
 
 import argparse
 import json
+import sys
 
 import torch
 
@@ -33,6 +34,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.control_tokens import check_chat_template, thinking_variables
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.training.minimind_flags import translate_minimind
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
@@ -114,4 +116,4 @@ def make_parser() -> RecipeParser:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(make_parser().parse_args(translate_minimind(sys.argv[1:], "serve")))

@@ -1,4 +1,4 @@
-"""Translate the flags of MiniMind's training scripts into ours, by the table `minimind_flags.yaml`."""
+"""Translate the flags of MiniMind's scripts into ours, by the table `minimind_flags.yaml`."""
 
 import itertools
 import math
@@ -18,6 +18,8 @@ from ..runtime.progress import is_main
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # MiniMind's default of its RL scripts.
 _NUM_GENERATIONS = "6"
+# The commands that replace MiniMind's scripts of inference.
+_INFERENCE = ("chat", "serve")
 
 
 def translate_minimind(argv: list[str], stage: str) -> list[str]:
@@ -31,7 +33,7 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     Raises:
         `UserError`: for a flag of MiniMind, or a value, that means nothing here.
     """
-    rules = TABLE["all"] | TABLE.get(stage, {})
+    rules = TABLE["answers" if stage in _INFERENCE else "all"] | TABLE.get(stage, {})
     translated: list[str] = []
     collected: dict[str, str] = {}
     words = deque(argv)
@@ -62,7 +64,7 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
 def _check_refused(flag: str, stage: str) -> None:
     reason = TABLE["refused"].get(flag)
     # `--max_seq_len` has a meaning in the stages without TRL's sampling.
-    if reason and (stage == "grpo" or flag not in TABLE["all"]):
+    if reason and stage not in _INFERENCE and (stage == "grpo" or flag not in TABLE["all"]):
         raise UserError(f"MiniMind's {flag} means nothing here: {reason}.")
 
 
@@ -73,7 +75,7 @@ def _apply(flag: str, rule: str | dict[str, str], value: str) -> list[str]:
     if isinstance(rule, dict):
         rule = rule.get(value, rule.get("*", "refused"))
         if rule == "refused":
-            hint = "CUDA_VISIBLE_DEVICES chooses a GPU" if flag == "--device" else "leave it out"
+            hint = TABLE["otherwise"].get(flag, "leave it out")
             raise UserError(f"MiniMind's {flag} {value} means nothing here: {hint}.")
     return [word.replace("{}", value) for word in rule.split()]
 
@@ -101,6 +103,9 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
     """Return the words for what MiniMind splits into several flags: the model, its directory, and GRPO's batch."""
     more: list[str] = []
     directory = Path(collected.get("save_dir", collected.get("out_dir", "out")))
+    if stage in _INFERENCE:
+        model = _find_weights(directory, collected["weight"]) if "weight" in collected else collected.get("load_from")
+        return ["--model_name_or_path", model] if model else []
     name = collected.get("save_weight", collected.get("lora_name", ""))
     if name or {"save_dir", "out_dir"} & collected.keys():
         more += ["--output_dir", str(directory / name)]

@@ -17,15 +17,12 @@ from accelerate import ParallelismConfig
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments, base_model_of
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.adapters import base_model_of
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-from pretrain import main  # noqa: E402
+from pretrain import ARGUMENTS, main  # noqa: E402
 
 
 class RotaryTableProbe(TrainerCallback):
@@ -54,4 +51,4 @@ if __name__ == "__main__":
     ParallelismConfig._validate_accelerator = lambda *_: None
     if os.environ.get("DOUBLE_GRADIENT"):
         sys.modules["pretrain"].MaskedLossTrainer = DoubledGradientTrainer
-    main(*parse_args(ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments))
+    main(*parse_args(*ARGUMENTS))

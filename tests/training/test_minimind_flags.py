@@ -64,6 +64,13 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
         ),
         ("grpo", "--batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
         ("grpo", "--num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
+        (
+            "chat",
+            "--load_from model --weight full_sft --hidden_size 768 --historys 4 --open_thinking 0 --top_p 0.9",
+            "--history 2 --think off --top_p 0.9 --model_name_or_path out/full_sft",
+        ),
+        ("serve", "--load_from out/a --use_moe 0 --lora_weight None", "--model_name_or_path out/a"),
+        ("serve", "--reasoning off --device cpu", "--reasoning off --device cpu"),
         ("dpo", "--batch_size 4 --beta 0.15", "--per_device_train_batch_size 4 --beta 0.15"),
     ],
 )
@@ -86,7 +93,8 @@ def test_the_files_of_minimind_are_found_by_their_names(tmp_path):
         ("pretrain", "--device cuda:1", "--device cuda:1 means nothing here: CUDA_VISIBLE_DEVICES"),
         ("pretrain", "--vf_coef 0.5", "--vf_coef means nothing here: there is no PPO"),
         ("grpo", "--max_seq_len 512", "--max_seq_len means nothing here: TRL takes prompts whole"),
-        ("grpo", "--rollout_engine sglang", "--rollout_engine sglang means nothing here"),
+        ("grpo", "--rollout_engine sglang", "--rollout_engine sglang means nothing here: TRL's engine is vLLM"),
+        ("chat", "--lora_weight lora_medical", "--lora_weight lora_medical means nothing here: --base of hf-pretrain"),
     ],
 )
 def test_flags_without_a_meaning_are_refused(stage, line, message):
@@ -94,10 +102,12 @@ def test_flags_without_a_meaning_are_refused(stage, line, message):
         translate_minimind(line.split(), stage)
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo"])
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo", "chat", "serve"])
 def test_every_replacement_is_a_flag_of_the_stage(stage):
     known = {flag for action in recipe_parser(ROOT / f"recipes/{stage}.py")._actions for flag in action.option_strings}
-    rules = (TABLE["all"] | TABLE.get(stage, {})).items()
+    rules = (TABLE["answers" if stage in ("chat", "serve") else "all"] | TABLE.get(stage, {})).items()
+    if stage != "grpo":
+        assert {flag for flag, _ in rules} & known == set()
     rules = [rule for flag, rule in rules if not (stage == "grpo" and flag in TABLE["refused"])]
     used = {word for rule in rules for word in " ".join(rule.values() if isinstance(rule, dict) else [rule]).split()}
     assert {word for word in used if word.startswith("--")} - known == set()
