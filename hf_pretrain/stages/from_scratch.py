@@ -27,6 +27,8 @@ TOKENS_PER_PARAMETER = 20
 MAX_PASSES = 4
 # Share of pretraining in the time of the steps (docs/performance.md).
 PRETRAINING_SHARE = 0.5
+# Each stage trains at least for this share of the time, even if the machine is slower than planned.
+LEAST_SHARE = 0.1
 # Lines of the plan that `--dry_run` prints.
 _PLAN = re.compile(
     r"^Steps +([\d,]+) of ([\d,]+) .* over ([\d,]+) sequences$.*, (\S+) per parameter$.*^Time +(\S+) s per step",
@@ -114,7 +116,7 @@ class Budget:
         self.plan["preset"], pace = found[min(found)]
         # Fine-tuning starts, too.
         seconds = PRETRAINING_SHARE * (self.seconds_left - 2 * pace.start_seconds)
-        self.plan["steps"]["pretrain"] = pace.count_steps(seconds)
+        self.plan["steps"]["pretrain"] = pace.count_steps(max(seconds, LEAST_SHARE * self.plan["seconds"]))
         self.save()
 
     def train(self, stage: str, *flags: str) -> Path:
@@ -124,7 +126,8 @@ class Budget:
         if not any("ended" in launch for launch in read_launches(directory)):
             if stage not in self.plan["steps"]:
                 pace = self.measure(*words)
-                self.plan["steps"][stage] = pace.count_steps(self.seconds_left - pace.start_seconds)
+                seconds = self.seconds_left - pace.start_seconds
+                self.plan["steps"][stage] = pace.count_steps(max(seconds, LEAST_SHARE * self.plan["seconds"]))
                 self.save()
             words += ["--output_dir", str(directory), "--max_steps", str(self.plan["steps"][stage])]
             self.run(*words, "--eval_steps", "0.5", "--save_steps", "0.1", "--resume_from_checkpoint", "auto")

@@ -58,6 +58,10 @@ def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, mo
     budget.plan_pretraining(("tiny",), [])
     # The dry run took 10 seconds, 8 without its four steps; two stages start in the 100 seconds that are left.
     assert budget.plan["steps"] == {"pretrain": int(PRETRAINING_SHARE * (100 - 2 * 8) / 0.5)}
+    # A start that takes the whole time leaves a tenth of it for the steps.
+    late = make_budget(tmp_path / "late", monkeypatch, {"tiny": (900, 0.1)}, 12.0)
+    late.plan_pretraining(("tiny",), [])
+    assert late.plan["steps"] == {"pretrain": 12}
 
 
 @pytest.mark.slow
