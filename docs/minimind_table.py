@@ -9,10 +9,11 @@ from hf_pretrain.training.minimind_flags import TABLE
 # What `minimind_flags.py` does with the flags that MiniMind splits.
 COLLECTED = {
     "--save_dir": "`--output_dir`, with `--save_weight` or `--lora_name` as the last part",
-    "--from_weight": "`--model_name_or_path`: the run of this name in `--save_dir`, or MiniMind's file of this name",
+    "--from_weight": "`--model_name_or_path`: the run of this name in `--save_dir` (`sft` for `full_sft`), or "
+    "MiniMind's file of this name; and `--config recipes/base/STAGE.yaml`, which has MiniMind's settings",
     "--from_student_weight": "as `--from_weight`",
     "--from_teacher_weight": "`--teacher_name_or_path`, found as with `--from_weight`",
-    "--lora_name": "`--use_peft`, and the name of the run",
+    "--lora_name": "`--use_peft --lora_target_modules q_proj o_proj --lora_alpha 16`, and the name of the run",
     "--dim": "`--model_preset minimind2`, and the size in `--config_overrides`",
     "--hidden_size": "`--model_preset minimind3`, and the size in `--config_overrides`",
     "--student_hidden_size": "as `--hidden_size` and its kind",

@@ -24,6 +24,7 @@ from hf_pretrain.runtime.metrics import HEADLINES
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.end_report import format_report, next_commands
+from hf_pretrain.training.minimind_flags import translate_minimind
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, cpu_environment, free_port
@@ -78,6 +79,8 @@ def commands(page: str) -> tuple[str, ...]:
 def parse_recipe(words: list[str]) -> None:
     path, *flags = words
     try:
+        if (stage := Path(path).stem) in hf_pretrain_cli.STAGES:
+            flags = translate_minimind(flags, stage)
         _, unknown = recipe_parser(ROOT / path).parse_known_args(flags)
     except SystemExit as end:  # --help
         assert end.code == 0

@@ -18,6 +18,8 @@ from ..runtime.progress import is_main
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # MiniMind's default of its RL scripts.
 _NUM_GENERATIONS = "6"
+# MiniMind's names of runs that have other names here.
+_RUNS = {"full_sft": "sft", "full_dist": "distill"}
 # The commands that replace MiniMind's scripts of inference.
 _INFERENCE = ("chat", "serve")
 
@@ -109,11 +111,21 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
     name = collected.get("save_weight", collected.get("lora_name", ""))
     if name or {"save_dir", "out_dir"} & collected.keys():
         more += ["--output_dir", str(directory / name)]
+    if "epochs" in collected and _last(words, "--max_steps") is None:
+        # The YAML files of `tiny` limit the steps, which would win over the epochs.
+        more += ["--max_steps", "-1"]
     if "lora_name" in collected:
         more.append("--use_peft")
+    if "lora_name" in collected and not (_last(words, "--lora_target_modules") or _last(words, "--lora_alpha")):
+        # MiniMind adapts the square projections, with scale 1.
+        more += ["--lora_target_modules", "q_proj", "o_proj", "--lora_alpha", "16"]
     weights = collected.get("from_weight", collected.get("from_student_weight", "none"))
     if weights != "none":
         more += ["--model_name_or_path", _find_weights(directory, weights)]
+        base = Path(sys.argv[0]).parent / f"base/{stage}.yaml"
+        if base.is_file() and _last(words, "--config") is None:
+            # A recipe that starts from other weights takes no preset's settings.
+            more += ["--config", str(base)]
     elif not {"--model_name_or_path", "--config"} & {word.partition("=")[0] for word in words}:
         more += _sizes(collected, has_preset=_last(words, "--model_preset") is not None)
     if "from_teacher_weight" in collected:
@@ -152,8 +164,11 @@ def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
 def _find_weights(directory: Path, name: str) -> str:
     """Return the run, or the file of MiniMind, that MiniMind's name of weights means."""
     files = sorted(map(str, directory.glob(f"{name}_*.pth")))
-    if (directory / name).is_dir() or not files:
-        return str(directory / name)
+    # The recipes write `out/sft` by default.
+    runs = [directory / name, directory / _RUNS.get(name, name)]
+    run = next((run for run in runs if run.is_dir()), None)
+    if run is not None or not files:
+        return str(run or runs[-1])
     if len(files) > 1:
         raise UserError(f"Several files have the name {name}: {', '.join(files)}. Pass one with --model_name_or_path.")
     return files[0]

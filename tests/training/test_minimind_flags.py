@@ -45,7 +45,13 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
             "--from_weight pretrain --hidden_size 512 --save_weight chat",
             "--output_dir out/chat --model_name_or_path out/pretrain",
         ),
-        ("sft", "--lora_name medical --save_dir w", "--output_dir w/medical --use_peft"),
+        (
+            "sft",
+            "--lora_name medical --save_dir w",
+            "--output_dir w/medical --use_peft --lora_target_modules q_proj o_proj --lora_alpha 16",
+        ),
+        ("sft", "--epochs 2", "--num_train_epochs 2 --max_steps -1"),
+        ("sft", "--epochs 2 --max_steps 5", "--num_train_epochs 2 --max_steps 5"),
         ("pretrain", "--hidden_size=512 --use_moe 1", f"--model_preset minimind3-moe {OVERRIDES}"),
         (
             "pretrain",
@@ -67,7 +73,7 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
         (
             "chat",
             "--load_from model --weight full_sft --hidden_size 768 --historys 4 --open_thinking 0 --top_p 0.9",
-            "--history 2 --think off --top_p 0.9 --model_name_or_path out/full_sft",
+            "--history 2 --think off --top_p 0.9 --model_name_or_path out/sft",
         ),
         ("serve", "--load_from out/a --use_moe 0 --lora_weight None", "--model_name_or_path out/a"),
         ("serve", "--reasoning off --device cpu", "--reasoning off --device cpu"),
@@ -78,10 +84,14 @@ def test_flags_are_translated(stage, line, expected):
     assert translate_minimind(line.split(), stage) == expected.split()
 
 
-def test_the_files_of_minimind_are_found_by_their_names(tmp_path):
+def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
     (tmp_path / "full_sft_768.pth").touch()
     line = ["--save_dir", str(tmp_path), "--save_weight", "dpo", "--from_weight", "full_sft"]
     assert translate_minimind(line, "dpo")[-1] == str(tmp_path / "full_sft_768.pth")
+    # With other weights, the settings of MiniMind come from the stage's file.
+    monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/dpo.py")])
+    assert translate_minimind(line, "dpo")[-2:] == ["--config", str(ROOT / "recipes/base/dpo.yaml")]
+    assert translate_minimind([*line, "--config", "a.yaml"], "dpo")[-1] == str(tmp_path / "full_sft_768.pth")
     (tmp_path / "full_sft_512.pth").touch()
     with pytest.raises(ValueError, match="Several files have the name full_sft: .*_512.pth, .*_768.pth. Pass one"):
         translate_minimind(line, "dpo")
