@@ -11,14 +11,10 @@ from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.data_arguments import DataArguments
-from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import train_and_evaluate
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.models import ModelArguments
 from recipes import grpo, pretrain
 from tests.toys import toy_model, write_jsonl
 
@@ -170,11 +166,9 @@ def test_without_validation_data_nothing_is_evaluated(tmp_path, checkpoint, monk
     if recipe is pretrain:
         words += ["--dataset_name", write_jsonl(tmp_path / "train.jsonl", TEXTS), "--max_length", "32"]
         words += ["--per_device_train_batch_size", "4"]
-        classes = (ModelArguments, AdapterArguments, DataArguments, LMTrainingArguments)
     else:
         words += ["--dataset_name", "embedded:arithmetic", "--rewards", "arithmetic", "--num_generations", "2"]
         words += ["--per_device_train_batch_size", "2", "--max_completion_length", "3"]
-        classes = (ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments)
-    recipe.main(*parse_args(*classes, argv=words))
+    recipe.main(*parse_args(*recipe.ARGUMENTS, argv=words))
     history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
     assert history and not any(key.startswith("eval_") for entry in history for key in entry)
