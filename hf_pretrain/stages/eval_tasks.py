@@ -56,6 +56,9 @@ class EvalTasksCallback(TrainerCallback):
         self.evaluate_tasks = lambda model: evaluate_tasks(model, tasks=tasks, **options)
 
     def on_evaluate(self, args, state, control, model=None, metrics: Any = None, **kwargs):
+        if "eval_runtime" not in metrics:
+            # Only the first of several validation sets has figures with plain names.
+            return
         # lm-eval seeds all random numbers, and the training must not depend on the tasks.
         states = random.getstate(), np.random.get_state()
         # A compiled layer would be compiled again for each length.

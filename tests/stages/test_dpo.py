@@ -173,6 +173,20 @@ def test_evaluation_has_no_router_loss(build_trainer):
     assert build_trainer(experts=EXPERTS).evaluate()["eval_loss"] == pytest.approx(dense_part, rel=1e-6)
 
 
+def test_each_of_several_validation_sets_has_its_own_figures(build_trainer):
+    trainer = build_trainer()
+    sets = {"first": trainer.eval_dataset, "second": trainer.train_dataset.select([2, 3])}
+    alone = {}
+    for name, trainer.eval_dataset in sets.items():
+        alone[name] = trainer.evaluate()
+    trainer.eval_dataset = sets
+    together = trainer.evaluate()
+    for key in ("loss", "rewards/margins"):
+        assert together[f"eval_{key}"] == pytest.approx(alone["first"][f"eval_{key}"])
+        assert together[f"eval_second_{key}"] == pytest.approx(alone["second"][f"eval_{key}"])
+        assert together[f"eval_{key}"] != together[f"eval_second_{key}"]
+
+
 def test_accumulation_and_whole_batches(build_trainer):
     """Three pairs in batches of two: each epoch drops one pair, with and without accumulation."""
     histories = []
