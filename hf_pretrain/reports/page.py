@@ -109,7 +109,8 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     for metric in METRICS:
         if (value := run.last(metric.key)) is not None:
             rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
-    rows += [(label, f"{run.last(key):.4f}") for key, label in _find_named([run]).items()]
+    named = named_figures(itertools.chain.from_iterable(run.log))
+    rows += [(label, f"{run.last(key):.4f}") for key, label in named.items()]
     if run.log:
         rows.append(("steps", f"{run.log[-1]['step']:,}"))
     if tokens := run.last("num_input_tokens_seen"):
@@ -144,17 +145,7 @@ def _measure_lines(runs: list[Run], measure: str, *, over: str) -> list[Line]:
     """Return the lines of loss or reward, in training and validation."""
     lines = _lines(runs, measure, over=over, label="training", style={"alpha": 0.45})
     style = {"marker": "o", "markersize": 3}
-    lines += _lines(runs, f"eval_{measure}", over=over, label="validation", style=style)
-    # The first of several validation sets is the line above.
-    named = [item for item in _find_named(runs).items() if item[0].endswith(measure)]
-    for (key, label), dashes in zip(named[1:], itertools.cycle(("--", ":", "-.")), strict=False):
-        lines += _lines(runs, key, over=over, label=label, style=style | {"linestyle": dashes})
-    return lines
-
-
-def _find_named(runs: list[Run]) -> dict[str, str]:
-    """Return the labels of the losses and rewards on several validation sets by their keys, in their order."""
-    return {key: label for run in runs for entry in run.log for key, label in named_figures(entry).items()}
+    return lines + _lines(runs, f"eval_{measure}", over=over, label="validation", style=style)
 
 
 def _lines(

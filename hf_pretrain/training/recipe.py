@@ -140,22 +140,10 @@ def train_and_evaluate(
         if trainer.args.process_index == 0:
             print(plan)
         raise SystemExit
-    # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    if not trainer.args.disable_tqdm:
-        trainer.add_callback(ProgressBarCallback)
-    trainer.add_callback(LogLinesCallback)
+    _add_callbacks(trainer)
     _set_generation_defaults(trainer)
-    if trainer.args.profile:
-        trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
     if sample is not None:
         trainer.add_callback(samples := SampleCallback(sample))
-    if (patience := trainer.args.early_stopping_patience) is not None:
-        if trainer.eval_dataset is None:
-            raise UserError("--early_stopping_patience needs validation data. Pass --eval_dataset_name.")
-        # After the figures of answers, which may choose the best model.
-        trainer.add_callback(EarlyStopping(patience))
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         # The key `held_out` stays: records of earlier launches in the same file have it.
@@ -174,6 +162,23 @@ def train_and_evaluate(
         return metrics, []
     # Without an evaluation, sample now.
     return metrics, samples.samples[-1][1] if samples.samples else sample(trainer.model)
+
+
+def _add_callbacks(trainer: RunTrainer) -> None:
+    """Add the callbacks of progress, profiler and early stopping."""
+    # Trainer adds one of these two callbacks, depending on `disable_tqdm`. Replace it by ours.
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(ProgressBarCallback)
+    trainer.add_callback(LogLinesCallback)
+    if trainer.args.profile:
+        trainer.add_callback(ProfilerCallback(trainer.args.profile_interval))
+    if (patience := trainer.args.early_stopping_patience) is not None:
+        if trainer.eval_dataset is None:
+            raise UserError("--early_stopping_patience needs validation data. Pass --eval_dataset_name.")
+        # It comes after callbacks whose figures may choose the best model, such as those of answers.
+        trainer.add_callback(EarlyStopping(patience))
 
 
 def _set_generation_defaults(trainer: RunTrainer) -> None:
@@ -280,8 +285,7 @@ def train_on(
     )
     facts.eval_datasets = data.eval_names
     apply_token_budget(training_args, data, base_model_of(model).config)
-    if data.collator is not None:
-        kwargs["data_collator"] = data.collator
+    kwargs |= {} if data.collator is None else {"data_collator": data.collator}
     if recipe in ("pretrain", "sft"):
         fit_micro_batch(training_args, model, data.train, data.collator)
     trainer = trainer_class(
