@@ -59,6 +59,11 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     """
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     is_path = Path(name_or_path).is_dir()
+    if Path(name_or_path).is_file():
+        raise UserError(
+            f"{name_or_path} holds weights, but no tokenizer. Pass --tokenizer_name_or_path with the directory of its "
+            "tokenizer, such as MiniMind's `model`; or convert the file with `hf-pretrain convert`."
+        )
     if not may_be_checkpoint(name_or_path):
         raise UserError(
             f"There is no directory {name_or_path}. Correct the name, or first run the stage that writes it, such as "

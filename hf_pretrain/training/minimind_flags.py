@@ -122,6 +122,10 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
     weights = collected.get("from_weight", collected.get("from_student_weight", "none"))
     if weights != "none":
         more += ["--model_name_or_path", _find_weights(directory, weights)]
+        tokenizer = directory.parent / "model"
+        if more[-1].endswith(".pth") and (tokenizer / "tokenizer.json").is_file():
+            # In MiniMind's checkout, `model` stands beside `out`.
+            more += ["--tokenizer_name_or_path", str(tokenizer)]
         base = Path(sys.argv[0]).parent / f"base/{stage}.yaml"
         if base.is_file() and _last(words, "--config") is None:
             # A recipe that starts from other weights takes no preset's settings.

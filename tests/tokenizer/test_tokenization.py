@@ -76,6 +76,9 @@ def test_published_tokenizers_load():
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / "weights.pth").touch()
+    with pytest.raises(ValueError, match="weights.pth holds weights, but no tokenizer. Pass --tokenizer_name_or_path"):
+        load_tokenizer(tmp_path / "weights.pth")
     with pytest.raises(ValueError, match="holds no tokenizer.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no directory ./no/such/tokenizer. Correct the name"):

@@ -92,6 +92,12 @@ def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/dpo.py")])
     assert translate_minimind(line, "dpo")[-2:] == ["--config", str(ROOT / "recipes/base/dpo.yaml")]
     assert translate_minimind([*line, "--config", "a.yaml"], "dpo")[-1] == str(tmp_path / "full_sft_768.pth")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer.json").touch()
+    own = ["--save_dir", str(tmp_path / "out"), "--from_weight", "pretrain"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/pretrain_512.pth").touch()
+    assert translate_minimind([*own, "--config", "a"], "sft")[-2:] == ["--tokenizer_name_or_path", f"{tmp_path}/model"]
     (tmp_path / "full_sft_512.pth").touch()
     with pytest.raises(ValueError, match="Several files have the name full_sft: .*_512.pth, .*_768.pth. Pass one"):
         translate_minimind(line, "dpo")
