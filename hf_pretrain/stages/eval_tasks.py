@@ -50,8 +50,10 @@ class EvalTasksCallback(TrainerCallback):
 
     def __init__(self, tasks: list[str], **options: Any):
         # lm-eval is an optional package.
-        from .lm_eval_tasks import evaluate_tasks
+        from .lm_eval_tasks import evaluate_tasks, index_tasks
 
+        # Report an unknown task before the training.
+        index_tasks(tasks, options.get("include_path"), "--eval_tasks")
         self.evaluate_tasks: Callable[[Any], dict[str, Any]]
         self.evaluate_tasks = lambda model: evaluate_tasks(model, tasks=tasks, **options)
 

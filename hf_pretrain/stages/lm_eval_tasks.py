@@ -108,7 +108,7 @@ def evaluate_tasks(
     Raises:
         `UserError`: for a task that lm-eval does not know, naming the nearest one.
     """
-    manager = _index_tasks(tasks, include_path)
+    manager = index_tasks(tasks, include_path)
     output = simple_evaluate(
         # A rendered conversation begins with the template's own token, and some models know no bos.
         model=RankHFLM(model, tokenizer, batch_size=batch_size)
@@ -140,7 +140,7 @@ def read_questions(tasks: list[str]) -> Iterator[str]:
     Raises:
         `ValueError`: in the cases of [`evaluate_tasks`].
     """
-    loaded = _index_tasks(tasks, None, "--held_out_tasks").load(tasks)["tasks"]
+    loaded = index_tasks(tasks, None, "--held_out_tasks").load(tasks)["tasks"]
     for task in loaded.values():
         for example in task.eval_docs:
             yield from _texts_in(example)
@@ -155,7 +155,7 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(part)
 
 
-def _index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "--tasks") -> TaskManager:
+def index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "--tasks") -> TaskManager:
     """Return the index of tasks that has `tasks`. Raise `ValueError` for an unknown one; `flag` named the tasks."""
     manager = TaskManager(include_path=include_path, include_defaults=False)
     # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.

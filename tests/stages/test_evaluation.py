@@ -13,6 +13,8 @@ from transformers import TrainingArguments
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.stages.eval_tasks import EvalTasksCallback
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,
     ValidationArguments,
@@ -309,6 +311,8 @@ def test_a_run_measures_tasks_with_each_evaluation_and_learns_the_same(run, talk
     assert len(figures) == 2 and figures[1] == pytest.approx(after["bits_per_byte"]["value"], rel=1e-5)
     assert all("eval_toy_choice_acc" in entry for entry in evaluations)
     assert f"toy_text_bits_per_byte {figures[1]:.4f}" in result.stdout
+    with pytest.raises(UserError, match="--eval_tasks: lm-eval has no task 'toy_chioce'; the nearest one is"):
+        EvalTasksCallback(["toy_chioce"], include_path=[str(tasks)])
     result = start([*command, str(tmp_path / "none"), *flags, "--validation_fraction", "0"])
     assert result.returncode == 2 and "--eval_tasks runs with each evaluation, and there is none" in result.stdout
 
