@@ -154,16 +154,9 @@ class LMTrainingArguments(TrainingArguments):
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of matrices. Vectors have none."})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay rate of the second moment."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training data."})
-    max_tokens: str | None = field(
-        default=None,
-        metadata={"help": "Train on this many tokens, such as 2B, 500M or 1e9, instead of epochs or steps."},
-    )
-    tokens_per_parameter: float | None = field(
-        default=None, metadata={"help": "Train on this many tokens per parameter of the model, such as 20."}
-    )
-    max_minutes: float | None = field(
-        default=None, metadata={"help": "Train for this time, evaluations included. The schedule ends with it."}
-    )
+    max_tokens: str | None = field(default=None, metadata={"help": "Train on this many tokens: 2B, 500M or 1e9."})
+    tokens_per_parameter: float | None = field(default=None, metadata={"help": "Train on so many per parameter."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Train for this time, evaluations included."})
     early_stopping_patience: int | None = field(
         default=None,
         metadata={"help": "Stop after this many evaluations without a better one, and keep the best model."},
