@@ -38,8 +38,8 @@ def describe(rule: str | dict[str, str]) -> str:
     if isinstance(rule, dict):
         values = [f"{describe(text)} for `{value}`" for value, text in rule.items() if value != "*"]
         return ", ".join(values) or "nothing: the weights tell"
-    words = rule.replace(" steps {}", "").replace(" {} ", "`, with `").replace(" {}", "")
-    scaled = ", divided by the accumulation, because MiniMind counts micro-batches" if " steps {}" in rule else ""
+    words = rule.replace(" @steps {}", "").replace(" {} ", "`, with `").replace(" {}", "")
+    scaled = ", divided by the accumulation, because MiniMind counts micro-batches" if " @steps {}" in rule else ""
     return f"`{words}`{scaled}" if words else "nothing"
 
 

@@ -83,11 +83,11 @@ def _apply(flag: str, rule: str | dict[str, str], value: str) -> list[str]:
 
 
 def _scale_steps(words: list[str]) -> list[str]:
-    """Turn numbers of micro-batches, after the word `steps`, into numbers of optimizer steps."""
+    """Turn numbers of micro-batches, after the word `@steps`, into numbers of optimizer steps."""
     accumulation = int(_last(words, "--gradient_accumulation_steps") or 1)
     scaled: list[str] = []
     for word in words:
-        if scaled and scaled[-1] == "steps":
+        if scaled and scaled[-1] == "@steps":
             scaled[-1] = f"{max(1, round(float(word) / accumulation)) if float(word) else 0}"
         else:
             scaled.append(word)

@@ -51,6 +51,7 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
             "--output_dir w/medical --use_peft --lora_target_modules q_proj o_proj --lora_alpha 16",
         ),
         ("sft", "--epochs 2", "--num_train_epochs 2 --max_steps -1"),
+        ("dpo", "--ddp --save_strategy steps --log_interval 2", "--save_strategy steps --logging_steps 2"),
         ("sft", "--epochs 2 --max_steps 5", "--num_train_epochs 2 --max_steps 5"),
         ("pretrain", "--hidden_size=512 --use_moe 1", f"--model_preset minimind3-moe {OVERRIDES}"),
         (
