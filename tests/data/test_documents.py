@@ -155,9 +155,9 @@ def test_sources_without_data_are_named(tmp_path, streaming):
     with pytest.raises(ValueError, match="^The name of a dataset is empty. Name a file"):
         load_documents([""], streaming=streaming)
     with pytest.raises(
-        ValueError, match="^The dataset embedded:chat is unknown; the nearest one is embedded:chitchat."
+        ValueError, match="^The dataset embedded:chitcat is unknown; the nearest one is embedded:chitchat."
     ):
-        load_documents(["embedded:chat"], streaming=streaming)
+        load_documents(["embedded:chitcat"], streaming=streaming)
 
 
 def write_all_formats(directory):

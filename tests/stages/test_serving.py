@@ -90,8 +90,8 @@ def test_minimind_clients_switch_the_reasoning_and_may_name_any_model(client, fi
     answer = client.chat.completions.create(messages=SUM[:1], **options)
     assert texts(answer, stream=False) == (thought, "It is four.")
     completion = client.completions.create(model="/etc", prompt="two", max_tokens=1, temperature=0)
-    # transformers adds the revision.
-    assert {answer.model, completion.model} == {f"{client.served}@main"}
+    # transformers before 5.24 adds the revision.
+    assert {name.removesuffix("@main") for name in (answer.model, completion.model)} == {client.served}
 
 
 def test_a_stream_arrives_in_pieces_with_whole_letters(client):
