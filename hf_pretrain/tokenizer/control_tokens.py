@@ -208,12 +208,15 @@ def _control_patterns(tokenizer: PreTrainedTokenizerFast) -> tuple[re.Pattern[st
 @lru_cache(maxsize=4)
 def _plain_backend(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """
-    Return the tokenizer's backend without control tokens.
+    Return the tokenizer's backend, in which control tokens are text. The ids of the added words stay.
 
-    NOTE: `split_special_tokens=True` is not enough. The tokenizer still matches added tokens that are not special,
-    such as `<think>` here and in Qwen's tokenizers.
+    NOTE: `encode_special_tokens` alone is not enough. The backend still matches added tokens that are not special,
+    such as `<think>` here and in Qwen's tokenizers. Without the control tokens, the words would get their ids.
     """
     fields = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = [token for token in fields["added_tokens"] if token["normalized"] and not token["special"]]
-    absent: dict[str, Any] = {"added_tokens": words, "truncation": None, "padding": None, "post_processor": None}
-    return Tokenizer.from_str(json.dumps(fields | absent))
+    for token in fields["added_tokens"]:
+        token["special"] = token["special"] or not token["normalized"]
+    absent: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
+    backend = Tokenizer.from_str(json.dumps(fields | absent))
+    backend.encode_special_tokens = True
+    return backend

@@ -5,12 +5,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.encoding import encode_conversation
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.control_tokens import encode_documents
+from hf_pretrain.tokenizer.control_tokens import encode_documents, encode_rendered
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -54,6 +57,19 @@ def test_words_are_tokens_in_text_and_their_rows_begin_at_the_mean(toy):
     toy.add_tokens += "x"
     with pytest.raises(UserError, match="Name a text file with a token per line"):
         toy.load_tokenizer()
+
+
+def test_words_keep_their_ids_beside_control_tokens_outside_the_base_vocabulary():
+    """As in Qwen's tokenizers, whose added tokens all have ids above the base vocabulary."""
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in ("<|im_start|>", "<|im_end|>")])
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.add_tokens(["zebra", "watershed"])
+    assert encode_documents(["zebrawatershed"], tokenizer) == [[259, 260, 257]]
+    assert encode_rendered(tokenizer, "<|im_start|>watershed<think>")[0] == [256, 260, 258]
+    assert not {256, 257, 258} & {*encode_documents(["<|im_start|><|im_end|><think>"], tokenizer)[0][:-1]}
 
 
 @pytest.mark.slow
