@@ -76,13 +76,15 @@ class SourceArguments:
         def rejected_path(name: str) -> Path | None:
             return Path(training_args.output_dir, name) if keeps else None
 
+        # An evaluation may take the training data, too.
+        train_names = [] if reading.get("is_evaluation") else self.dataset_name
         # Without a fraction for validation, the training set is the whole set.
         whole = reading | {"validation_fraction": 0.0, "streaming": False, "is_evaluation": False}
         validation = {
             label: load_documents(
                 [name], **whole, rejected_path=rejected_path(f"rejected-eval{label and '-'}{label}.jsonl")
             )[0]
-            for label, name in name_eval_sets(self.eval_dataset_name, self.dataset_name).items()
+            for label, name in name_eval_sets(self.eval_dataset_name, train_names).items()
         }
         if validation and reading.get("is_evaluation"):
             return next(iter(validation.values())).select([]), validation

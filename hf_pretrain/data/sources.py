@@ -110,7 +110,11 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
     """
     names = eval_names or []
     for name in names:
-        if name in train_names or names.count(name) > 1:
+        # `embedded` holds all embedded parts.
+        overlaps = (
+            {name, other} <= {"embedded", *EMBEDDED_SOURCES} for other in train_names if "embedded" in (name, other)
+        )
+        if name in train_names or any(overlaps) or names.count(name) > 1:
             raise UserError(f"--eval_dataset_name {name} is named twice or also by --dataset_name. Name it once.")
     if len(names) < 2:
         return dict(zip([""], names, strict=False))
@@ -118,6 +122,8 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
     # Files of different directories may have one name.
     whole = [re.sub(r"\W+", "_", name) for name in names]
     labels = [label.strip("_") for label in (short if len({*short}) == len(short) else whole)]
+    if len({*labels}) < len(labels):
+        raise UserError(f"--eval_dataset_name {' '.join(names)}: two have the same letters and digits. Rename one.")
     return dict(zip(labels, names, strict=True))
 
 

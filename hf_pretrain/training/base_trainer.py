@@ -35,7 +35,7 @@ from .optimizers import build_muon, complete_schedule
 from .resume_check import RunDescription, digest_fixed_weights
 from .run_directory import RunDirectory
 from .stopping import GradientCheck, RunStopped, StopCallback, end_stopped_run, record_stop, restore_endings
-from .training_arguments import MIN_EVAL_STEPS, LMTrainingArguments, complete_learning_rate, optimizer_name
+from .training_arguments import LMTrainingArguments, complete_learning_rate, optimizer_name
 
 
 class RunTrainer(Trainer):
@@ -210,9 +210,8 @@ class RunTrainer(Trainer):
     def _begin_training(self) -> None:
         """Prepare the parts for the first step, and make up for an evaluation that a signal cut off."""
         self._throughput = Throughput(self.state.num_input_tokens_seen)
-        if self.lm_args is not None and self.lm_args.spaces_evaluations:
-            # In short runs, a tenth of all steps would be too few. Trainer has just turned the share into steps.
-            self.state.eval_steps = max(self.state.eval_steps, MIN_EVAL_STEPS)
+        if self.lm_args is not None:
+            self.lm_args.space_evaluations(self.state)
         if self._checkpoint is not None:
             # The run that wrote the checkpoint has evaluated before its first step.
             self.args.eval_on_start = False

@@ -144,3 +144,4 @@ class TimeBudget(TrainerCallback, ExportableState):
         if self._num_steps == MEASURED_STEPS:
             # Intervals that are a share of all steps.
             state.compute_steps(args, state.max_steps)
+            args.space_evaluations(state)

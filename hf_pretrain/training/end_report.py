@@ -134,11 +134,15 @@ def choose_questions(
     `max_tokens` loses its beginning.
     """
     questions = []
+
+    def says(message: dict[str, Any]) -> bool:
+        return message["role"] == "assistant"
+
     for index in np.linspace(0, len(conversations) - 1, number).astype(int):
         record = json.loads(conversations[int(index)]["text"])
-        # A preference has a prompt. The prompt of a conversation ends before the first answer.
+        # A preference has a prompt. The prompt of a conversation ends before the first answer, after any greeting.
         messages = record.get("prompt") or list(
-            itertools.takewhile(lambda message: message["role"] != "assistant", record["messages"])
+            itertools.takewhile(lambda message: not says(message), itertools.dropwhile(says, record["messages"]))
         )
         questions.append((messages[-1]["content"], encode_prompt(tokenizer, messages)[-max_tokens:]))
     return questions

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
@@ -295,6 +295,11 @@ class LMTrainingArguments(TrainingArguments):
                 yield
         else:
             yield
+
+    def space_evaluations(self, state: TrainerState) -> None:
+        """Widen the interval of evaluations, once Trainer has turned the share into steps: a tenth may be too few."""
+        if self.spaces_evaluations:
+            state.eval_steps = max(state.eval_steps, MIN_EVAL_STEPS)
 
     def evaluate_never(self) -> None:
         """Turn evaluation off, for a run without a validation set, which keeps its last model."""

@@ -18,6 +18,7 @@ from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import budgets
 from hf_pretrain.training.recipe import train_and_evaluate
+from hf_pretrain.training.training_arguments import MIN_EVAL_STEPS
 from tests.invariants.launching import ROOT, start
 from tests.toys import write_jsonl
 from tests.training.test_base_trainer import SignalInEvaluation, make_run_trainer
@@ -42,6 +43,12 @@ def test_names_of_validation_sets():
     assert name_eval_sets(["a.jsonl"], []) == {"": "a.jsonl"} and name_eval_sets(None, ["a"]) == {}
     with pytest.raises(UserError, match="a.jsonl is named twice"):
         name_eval_sets(["a.jsonl", "b.jsonl"], ["a.jsonl"])
+    for pair in (["embedded:idiom"], ["embedded"]), (["embedded"], ["embedded:idiom"]):
+        with pytest.raises(UserError, match="also by --dataset_name"):
+            name_eval_sets(*pair)
+    assert name_eval_sets(["embedded:idiom"], ["embedded:poetry", "a.jsonl"]) == {"": "embedded:idiom"}
+    with pytest.raises(UserError, match="two have the same letters"):
+        name_eval_sets(["a-b.jsonl", "a_b.jsonl"], [])
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +151,7 @@ def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
     # A cosine down to a tenth. The first step, which compiles, does not move it.
     shares = [0, *(step / 19 for step in range(19))]
     assert rates(trainer) == pytest.approx([1e-3 * (0.55 + 0.45 * math.cos(math.pi * share)) for share in shares])
-    assert trainer.state.save_steps == 5
+    assert trainer.state.save_steps == 5 and trainer.state.eval_steps == MIN_EVAL_STEPS
     # A second launch has the rest of the time, and the schedule goes on.
     other = tmp_path / "resumed"
     stopped = make_timed_trainer(other, monkeypatch)
