@@ -29,6 +29,8 @@ MAX_PASSES = 4
 PRETRAINING_SHARE = 0.5
 # Each stage trains at least for this share of the time, even if the machine is slower than planned.
 LEAST_SHARE = 0.1
+# Statuses of a command without enough memory: torch's error, and Linux's kill.
+_TOO_LARGE = (1, -9, 137)
 # Lines of the plan that `--dry_run` prints.
 _PLAN = re.compile(
     r"^Steps +([\d,]+) of ([\d,]+) .* over ([\d,]+) sequences$.*, (\S+) per parameter$.*^Time +(\S+) s per step",
@@ -78,9 +80,9 @@ class Budget:
             (scratch / PLAN_NAME).write_text(json.dumps(self.plan, indent=1) + "\n", encoding="utf-8")
 
     def run(self, *words: str) -> str:
-        """Run a command of `hf-pretrain`, and return its output. If it fails or stops, exit with its status."""
+        """Run a stage in its directory, and return its output. If it fails or stops, exit with its status."""
         lines = []
-        command = [sys.executable, "-m", "hf_pretrain_cli", *words]
+        command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--output_dir", str(self.path.parent / words[0])]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
             # The stage saves a checkpoint and stops.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -108,7 +110,13 @@ class Budget:
         """Choose the preset and the steps of pretraining."""
         found = {}
         for preset in presets:
-            pace = self.measure("pretrain", "--preset", preset, *flags)
+            try:
+                pace = self.measure("pretrain", "--preset", preset, *flags)
+            except SystemExit as error:
+                if not found or error.code not in _TOO_LARGE:
+                    raise
+                print(f"{preset} does not run here: choosing among the smaller presets.")
+                break
             ratio = pace.tokens_per_parameter * self.seconds_left / pace.step_seconds / TOKENS_PER_PARAMETER
             found[abs(math.log(max(ratio, 1e-9)))] = preset, pace
             if ratio < 1:
@@ -129,7 +137,7 @@ class Budget:
                 seconds = self.seconds_left - pace.start_seconds
                 self.plan["steps"][stage] = pace.count_steps(max(seconds, LEAST_SHARE * self.plan["seconds"]))
                 self.save()
-            words += ["--output_dir", str(directory), "--max_steps", str(self.plan["steps"][stage])]
+            words += ["--max_steps", str(self.plan["steps"][stage])]
             self.run(*words, "--eval_steps", "0.5", "--save_steps", "0.1", "--resume_from_checkpoint", "auto")
         return directory
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -38,6 +39,16 @@ class ExportReport:
             f"{self.format}, {self.dtype}: read back; largest logit difference on {ROWS} rows "
             f"{self.max_difference:.2e} ({self.relative_difference:.1e} of the logits' norm)"
         )
+
+    def check(self, path: str | Path, *, is_exact: bool) -> None:
+        """
+        Raise `RuntimeError` if what was written is another model. `is_exact` says that no weight was rounded, so only
+        the order of float32 operations may differ.
+        """
+        if not math.isfinite(self.decisive_difference) or (is_exact and self.decisive_difference > 1e-5):
+            raise RuntimeError(
+                f"{path} was written wrongly: what was read back is not the same model: {self}. Please report this."
+            )
 
 
 @torch.no_grad()

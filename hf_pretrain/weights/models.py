@@ -249,6 +249,7 @@ def load_model(
     # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under every
     # launcher. The constructor reads the attention implementation from the config, not from an argument.
     config._attn_implementation = attn_implementation
+    config.vocab_size = vocab_size
     model = MiniMindForCausalLM(config)
     if distributed is not None:
         return MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)

@@ -86,7 +86,9 @@ def write_upstream_lora(
         file = aside / upstream_file_name(config, name or "lora")
         torch.save({name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}, file)
         merged = merge_upstream_lora(load_upstream(base), file).eval()
-        return compare(adapted.merge_and_unload().eval(), merged, "MiniMind's LoRA", dtype)
+        report = compare(adapted.merge_and_unload().eval(), merged, "MiniMind's LoRA", dtype)
+        report.check(directory, is_exact=dtype == "float32")
+        return report
 
 
 def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:

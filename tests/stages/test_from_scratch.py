@@ -14,7 +14,7 @@ from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.stages.from_scratch import PRETRAINING_SHARE, Budget, Pace
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
-from tests.invariants.launching import process_options
+from tests.invariants.launching import ROOT, process_options
 from tests.toys import write_jsonl
 
 
@@ -32,7 +32,11 @@ def make_budget(tmp_path, monkeypatch, plans: dict[str, tuple[float, float]], se
 
     def run(stage, *words):
         budget.plan["used_seconds"] += 10
-        tokens, seconds = plans[words[words.index("--preset") + 1]]
+        preset = words[words.index("--preset") + 1]
+        if preset not in plans:
+            # As after torch.OutOfMemoryError.
+            raise SystemExit(1)
+        tokens, seconds = plans[preset]
         return PLAN.format(tokens=tokens, seconds=seconds)
 
     monkeypatch.setattr(budget, "run", run)
@@ -49,6 +53,14 @@ def test_the_preset_comes_nearest_to_20_tokens_per_parameter(tmp_path, monkeypat
     budget = make_budget(tmp_path, monkeypatch, plans, seconds)
     budget.plan_pretraining(tuple(plans), [])
     assert budget.plan["preset"] == preset
+
+
+def test_a_preset_that_exceeds_the_memory_ends_the_choice(tmp_path, monkeypatch):
+    budget = make_budget(tmp_path, monkeypatch, {"small": (90, 0.1)}, 20000)
+    budget.plan_pretraining(("small", "huge"), [])
+    assert budget.plan["preset"] == "small"
+    with pytest.raises(SystemExit):
+        budget.plan_pretraining(("huge", "small"), [])
 
 
 def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, monkeypatch):
@@ -81,7 +93,10 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     plan = {"used_seconds": 20.0, "preset": "tiny", "steps": {"pretrain": 100}}
     (tmp_path / "out/plan.json").write_text(json.dumps(plan))
 
-    first = subprocess.Popen(command, **process_options() | {"start_new_session": True})
+    # Another run in the directory that the preset names by default does not disturb.
+    (tmp_path / "out/sft-tiny/checkpoint-1").mkdir(parents=True)
+    options = process_options(PYTHONPATH=str(ROOT)) | {"cwd": tmp_path}
+    first = subprocess.Popen(command, **options, start_new_session=True)
     deadline = time.monotonic() + 300
     while not [*tmp_path.glob("out/pretrain/checkpoint-*")]:
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[0]
@@ -89,7 +104,7 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     used = json.loads((tmp_path / "out/plan.json").read_text())["used_seconds"]
-    second = subprocess.run(command, timeout=500, **process_options())
+    second = subprocess.run(command, timeout=500, **options)
     assert second.returncode == 0, second.stdout
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     assert 20 < used < plan["used_seconds"] and plan["steps"]["pretrain"] == 100 and plan["steps"]["sft"] >= 2

@@ -54,6 +54,11 @@ def test_words_are_tokens_in_text_and_their_rows_begin_at_the_mean(toy):
     torch.testing.assert_close(rows[320:], old_rows.mean(0).expand(2, -1), rtol=0, atol=1e-3)
     inputs = torch.tensor([encode_documents(["the river"], tokenizer)[0]])
     torch.testing.assert_close(model(inputs).logits[..., :320], old(inputs).logits)
+    sizes = "hidden_size=32,num_attention_heads=4,num_key_value_heads=2,vocab_size=320"
+    new = ModelArguments(
+        tokenizer_name_or_path=toy.model_name_or_path, add_tokens=toy.add_tokens, config_overrides=sizes
+    )
+    assert load_model(new, new.load_tokenizer()).get_input_embeddings().weight.shape == (322, 32)
     toy.add_tokens += "x"
     with pytest.raises(UserError, match="Name a text file with a token per line"):
         toy.load_tokenizer()

@@ -4,6 +4,7 @@ import runpy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
@@ -116,3 +117,15 @@ def test_adapters_that_minimind_lacks_are_refused(base_of, tmp_path, arguments, 
     adapt(base_of("v3"), **arguments).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=message):
         write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
+
+
+def test_an_adapter_with_further_weights_is_not_written(base_of, tmp_path):
+    base = base_of("v3")
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["norm"])
+    adapted = get_peft_model(base, config)
+    with torch.no_grad():
+        adapted.base_model.model.model.norm.modules_to_save["default"].weight += 1
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(RuntimeError, match="written wrongly"):
+        write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
