@@ -10,7 +10,7 @@ from ..checkpoints.directory import find_newest_run
 from ..runtime.devices import refuse_unused_gpu
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer
-from ..weights.models import MINIMIND_YARN, ModelArguments, load_model
+from ..weights.models import ModelArguments, load_model
 from .terminal_chat import is_base_model
 
 
@@ -42,14 +42,8 @@ def make_inference_parser(description: str) -> RecipeParser:
 
 def add_yarn(parser: RecipeParser) -> None:
     """Add the flag that extends the positions of the model, as the other recipes have it."""
-    parser.add_argument(
-        "--inference_rope_scaling",
-        nargs="?",
-        const=MINIMIND_YARN,
-        metavar="LENGTH:FACTOR",
-        help="extend the positions with YaRN: the length that the model was trained on, and the factor; without a "
-        f"value, MiniMind's {MINIMIND_YARN}",
-    )
+    metadata = ModelArguments.__dataclass_fields__["inference_rope_scaling"].metadata
+    parser.add_argument("--inference_rope_scaling", metavar="LENGTH:FACTOR", **metadata)
 
 
 def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
