@@ -108,7 +108,7 @@ class Budget:
 
     def plan_pretraining(self, presets: tuple[str, ...], flags: list[str]) -> None:
         """Choose the preset and the steps of pretraining."""
-        found = {}
+        found: dict[float, tuple[str, Pace]] = {}
         for preset in presets:
             try:
                 pace = self.measure("pretrain", "--preset", preset, *flags)
