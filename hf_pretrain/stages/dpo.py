@@ -30,9 +30,6 @@ class DPOTrainingArguments(LMTrainingArguments, DPOConfig):
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer ones are truncated."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Recompute activations in the backward pass to save memory."}
-    )
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
     @property

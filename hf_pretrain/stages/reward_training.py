@@ -28,9 +28,6 @@ class RewardTrainingArguments(LMTrainingArguments, RewardConfig):
     output_dir: str | None = field(default="out/reward", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate."})
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer pairs are left out."})
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Recompute activations in the backward pass to save memory."}
-    )
     eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
     def __post_init__(self):
