@@ -89,18 +89,16 @@ def count_answers(path: Path, records: list[dict[str, Any]]) -> int:
     Return the number of answers in an output file. Cut off a last line that a killed run has not completed.
 
     Raises:
-        `UserError`: if a line does not hold the fields of the record in its place.
+        `UserError`: if a line does not hold the fields of the record in its place, and an answer.
     """
     path.touch()
     with path.open("r+b") as file:
-        lines = file.readlines()
-        if lines and not lines[-1].endswith(b"\n"):
-            file.truncate(sum(map(len, lines[:-1])))
-            lines.pop()
-    for number, line in enumerate(lines):
-        answered = {name: value for name, value in json.loads(line).items() if name != ANSWER}
-        if records[number : number + 1] != [answered]:
-            raise UserError(f"{path}, line {number + 1} answers no record in its place. Name another --output.")
+        lines = [line for line in file if line.endswith(b"\n")]
+        for number, line in enumerate(lines):
+            row = json.loads(line)
+            if row.pop(ANSWER, None) is None or records[number : number + 1] != [row]:
+                raise UserError(f"{path}, line {number + 1} answers no record in its place. Name another --output.")
+        file.truncate(sum(map(len, lines)))
     return len(lines)
 
 

@@ -71,6 +71,12 @@ def test_a_killed_run_is_completed(talker, tmp_path, do_sample):
         assert path.read_bytes().startswith(whole[: sum(ends[:2])]) and path.read_bytes().count(b"\n") == 5
     with pytest.raises(UserError, match=r"line 1 answers no record in its place"):
         write_answers(prompts[1:], path, model, tokenizer, **options)
+    # The file of prompts itself holds no answers, and stays as it is.
+    source = tmp_path / "prompts.jsonl"
+    source.write_bytes(content := source.read_bytes().rstrip(b"\n"))
+    with pytest.raises(UserError, match="line 1 answers no record"):
+        write_answers(prompts, source, model, tokenizer, **options)
+    assert source.read_bytes() == content
 
 
 @pytest.mark.parametrize(
