@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.serving import MAX_BYTES, CBGenerateManager, check_ports, serve_model
+from hf_pretrain.stages.serving import MAX_BYTES, CBGenerateManager, check_ports, model_manager, serve_model
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.invariants.launching import ROOT, free_port
@@ -279,7 +279,9 @@ def test_an_answer_ends_where_the_positions_do(client):
 # The recipe
 
 
-def test_the_positions_of_the_served_model_are_extended(talker):
+def test_the_positions_of_the_served_model_are_extended(talker, monkeypatch):
+    # The server's loader stays in transformers; later tests of this process load other models.
+    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
     with served(str(talker), rope_scaling="1024:4") as client:
         prompt = "x y" * 1000
         assert ask(client, [{"role": "user", "content": prompt}], max_tokens=1).usage.prompt_tokens > 1024
