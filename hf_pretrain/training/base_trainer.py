@@ -25,7 +25,7 @@ from ..runtime.progress import announce
 from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
-from .budgets import PARTS_OF_TIME, TimeBudget
+from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
 from .end_report import write_run_card
 from .float8 import convert_to_float8
@@ -211,7 +211,7 @@ class RunTrainer(Trainer):
         """Prepare the parts for the first step, and make up for an evaluation that a signal cut off."""
         self._throughput = Throughput(self.state.num_input_tokens_seen)
         if self.lm_args is not None:
-            self.lm_args.space_evaluations(self.state)
+            space_evaluations(self.lm_args, self.state)
         if self._checkpoint is not None:
             # The run that wrote the checkpoint has evaluated before its first step.
             self.args.eval_on_start = False

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from ..data.preparation import PreparedData
 from ..model.configuration_minimind import MiniMindConfig
@@ -34,6 +34,8 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 PARTS_OF_TIME = 10_000
 # After this number of steps of a launch, their pace gives the steps between evaluations, checkpoints and logs.
 MEASURED_STEPS = 10
+# Fewest steps between evaluations, unless `--eval_steps` is given.
+MIN_EVAL_STEPS = 50
 
 
 def parse_tokens(text: str) -> float:
@@ -55,6 +57,12 @@ def check_budget(args: Any) -> None:
         if args.warmup_steps >= 1:
             raise UserError(f"--warmup_steps {args.warmup_steps:g} must be a share below 1 with --max_minutes.")
         args.max_steps = 10**9
+
+
+def space_evaluations(args: Any, state: TrainerState) -> None:
+    """Widen the interval of evaluations once a share of all steps has become a number: in short runs, it is small."""
+    if args.spaces_evaluations:
+        state.eval_steps = max(state.eval_steps, MIN_EVAL_STEPS)
 
 
 def whole_model(config: MiniMindConfig) -> MiniMindForCausalLM:
@@ -144,4 +152,4 @@ class TimeBudget(TrainerCallback, ExportableState):
         if self._num_steps == MEASURED_STEPS:
             # Intervals that are a share of all steps.
             state.compute_steps(args, state.max_steps)
-            args.space_evaluations(state)
+            space_evaluations(args, state)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
@@ -22,7 +22,7 @@ from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
 from ..runtime.progress import shows_bars
 from ..runtime.ranks import first_process_first
-from .budgets import check_budget
+from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .float8 import check_float8
 from .launch import (
@@ -40,9 +40,6 @@ logger = logging.get_logger(__name__)
 # Default peak learning rates of pretraining for each `--optim_preset`, at width 192. They were the best ones of the
 # preset `tiny` (docs/performance.md).
 DEFAULT_LEARNING_RATES = {"adamw": 2e-3, "muon": 8e-3}
-
-# Fewest steps between evaluations, unless `--eval_steps` is given.
-MIN_EVAL_STEPS = 50
 
 # The least value of numbers that nobody else checks before the data are prepared. A negative weight decay would let
 # the weights grow without any error.
@@ -295,11 +292,6 @@ class LMTrainingArguments(TrainingArguments):
                 yield
         else:
             yield
-
-    def space_evaluations(self, state: TrainerState) -> None:
-        """Widen the interval of evaluations, once Trainer has turned the share into steps: a tenth may be too few."""
-        if self.spaces_evaluations:
-            state.eval_steps = max(state.eval_steps, MIN_EVAL_STEPS)
 
     def evaluate_never(self) -> None:
         """Turn evaluation off, for a run without a validation set, which keeps its last model."""

@@ -18,7 +18,6 @@ from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import budgets
 from hf_pretrain.training.recipe import train_and_evaluate
-from hf_pretrain.training.training_arguments import MIN_EVAL_STEPS
 from tests.invariants.launching import ROOT, start
 from tests.toys import write_jsonl
 from tests.training.test_base_trainer import SignalInEvaluation, make_run_trainer
@@ -151,7 +150,7 @@ def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
     # A cosine down to a tenth. The first step, which compiles, does not move it.
     shares = [0, *(step / 19 for step in range(19))]
     assert rates(trainer) == pytest.approx([1e-3 * (0.55 + 0.45 * math.cos(math.pi * share)) for share in shares])
-    assert trainer.state.save_steps == 5 and trainer.state.eval_steps == MIN_EVAL_STEPS
+    assert trainer.state.save_steps == 5 and trainer.state.eval_steps == budgets.MIN_EVAL_STEPS
     # A second launch has the rest of the time, and the schedule goes on.
     other = tmp_path / "resumed"
     stopped = make_timed_trainer(other, monkeypatch)
