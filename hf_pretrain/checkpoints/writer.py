@@ -195,8 +195,7 @@ def _publish_model(source: Path, target: Path) -> None:
     # Before any rename: after a power failure, a file that was renamed first could be empty.
     for path in (*source.rglob("*"), source):
         flush(path)
-    written = {path.name for path in source.iterdir()}
-    for name in sorted(written, key=lambda name: (name == CONFIG_NAME, name)):
-        os.replace(source / name, target / name)
+    for path in sorted(source.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+        os.replace(path, target / path.name)
     flush(target)
     shutil.rmtree(source.parent)

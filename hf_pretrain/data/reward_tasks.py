@@ -11,6 +11,7 @@ the columns that the reward functions read. The first message of a prompt with t
 MiniMind's files. The same seed gives the same embedded tasks.
 """
 
+import itertools
 import json
 import random
 import re
@@ -70,16 +71,11 @@ ANSWER_FORMATS = {
 # Embedded tasks: generators of rows, each with the `origins` of the documents behind it.
 
 
-def _documents(*parts: str) -> Iterator[dict[str, str]]:
-    """Yield the documents of embedded parts."""
-    return (record for part in parts for record in load_embedded(part) if not isinstance(record, BadRecord))
-
-
 def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
     """Yield one task per English question of the dialogues, in random order."""
     questions: dict[str, None] = {}
     origins = defaultdict(list)
-    for document in _documents("chatterbot", "chitchat"):
+    for document in itertools.chain(load_embedded("chatterbot"), load_embedded("chitchat")):
         for line in document["text"].split("\n"):
             for match in ENGLISH_QUESTION.finditer(line):
                 # Collect the origin of every document with this question: the task is in the validation set only if

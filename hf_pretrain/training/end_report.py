@@ -244,7 +244,8 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
     stage = NEXT_STAGES.get("pretrain" if facts.data_kind == "text" else facts.recipe)
     output_dir = str(args.output_dir).rstrip("/")
     if facts.recipe == "reward":
-        return [("Next stage", shlex.join(["hf-pretrain", "grpo", "--rewards", output_dir]))]
+        policy = ["--model_name_or_path", facts.base_model] if facts.base_model else []
+        return [("Next stage", shlex.join(["hf-pretrain", "grpo", "--rewards", output_dir, *policy]))]
     model = ["--model_name_or_path", output_dir]
     commands = [("Talk to it", ["hf-pretrain", "chat", *model])]
     if stage is not None:

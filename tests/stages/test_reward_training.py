@@ -73,7 +73,7 @@ def test_grpo_takes_a_trained_reward_model(tokenizer, tmp_path):
     judge = ["20", "--dataset_name", pairs, "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "judge")]
     result = start([sys.executable, str(ROOT / "recipes/reward.py"), *common, *judge])
     assert result.returncode == 0, result.stdout[-3000:]
-    assert f"hf-pretrain grpo --rewards {tmp_path}/judge" in result.stdout
+    assert f"hf-pretrain grpo --rewards {tmp_path}/judge --model_name_or_path {tmp_path}/toy" in result.stdout
     policy = ["1", "--dataset_name", tasks, "--rewards", str(tmp_path / "judge"), "--num_generations", "2"]
     policy += ["--per_device_train_batch_size", "4", "--max_completion_length", "4", "--logging_steps", "1"]
     policy += ["--log_completions", "true", "--output_dir", str(tmp_path / "grpo")]
