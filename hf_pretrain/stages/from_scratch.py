@@ -146,10 +146,13 @@ class Budget:
         used, planned = self.plan["used_seconds"], self.plan["seconds"]
         notes = [f"The preset {self.plan['preset']} took {used:,.0f} of {planned:,.0f} seconds, measuring included."]
         for run in runs:
-            *_, middle, end = run.series("eval_loss")[1]
+            losses = run.series("eval_loss")[1]
+            if not losses:
+                # The flags of the stage leave no validation set.
+                continue
             notes.append(
-                f"{run.name}: the validation loss fell by {middle - end:.3f} in the second half of the steps. Twice "
-                "the time would buy at most as much again, because a part of it comes from the learning rate, which "
-                "falls towards the end."
+                f"{run.name}: the validation loss fell by {losses[-2] - losses[-1]:.3f} in the second half of the "
+                "steps. Twice the time would buy at most as much again, because a part of it comes from the learning "
+                "rate, which falls towards the end."
             )
         return notes

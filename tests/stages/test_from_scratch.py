@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hf_pretrain.reports.run_files import read_run
+from hf_pretrain.reports.run_files import Run, read_run
 from hf_pretrain.stages.from_scratch import PRETRAINING_SHARE, Budget, Pace
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -74,6 +74,14 @@ def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, mo
     late = make_budget(tmp_path / "late", monkeypatch, {"tiny": (900, 0.1)}, 12.0)
     late.plan_pretraining(("tiny",), [])
     assert late.plan["steps"] == {"pretrain": 12}
+
+
+def test_the_page_compares_the_halves_of_stages_with_a_validation_set(tmp_path):
+    log = [
+        {"eval_loss": loss, "step": step, "num_input_tokens_seen": step} for step, loss in enumerate([5.0, 3.0, 2.5])
+    ]
+    first, *notes = Budget(tmp_path, 60).describe([Run("plain", [], []), Run("sft", [], log)])
+    assert "0 of 60 seconds" in first and [note[:38] for note in notes] == ["sft: the validation loss fell by 0.500"]
 
 
 @pytest.mark.slow
