@@ -50,9 +50,16 @@ def find_unused_gpu() -> str | None:
     if listed.returncode != 0 or found is None:
         return None
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    version = torch.__version__.partition("+")[0]
+    index = "https://download.pytorch.org/whl/cu130"
+    advice = (
+        "Update the driver, or install a torch that fits it (https://pytorch.org/get-started/locally)"
+        if torch.version.cuda
+        else f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
+    )
     return (
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
-        "use it. Update the driver, or install a torch that fits it (https://pytorch.org/get-started/locally)."
+        f"use it. {advice}."
     )
 
 
