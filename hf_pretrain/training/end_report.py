@@ -130,15 +130,16 @@ def choose_questions(
     tokenizer: PreTrainedTokenizerBase, conversations: datasets.Dataset, number: int, *, max_tokens: int = 512
 ) -> list[tuple[str, list[int]]]:
     """
-    Return questions of evenly spaced conversations with the prompts of their answers. A prompt of more than
-    `max_tokens` loses its beginning.
+    Return questions of at most `number` evenly spaced conversations with the prompts of their answers. A prompt of
+    more than `max_tokens` loses its beginning.
     """
     questions = []
 
     def says(message: dict[str, Any]) -> bool:
         return message["role"] == "assistant"
 
-    for index in np.linspace(0, len(conversations) - 1, number).astype(int):
+    # Fewer conversations are not asked twice: repeated answers would count as repetition.
+    for index in np.unique(np.linspace(0, len(conversations) - 1, number).astype(int)):
         record = json.loads(conversations[int(index)]["text"])
         # A preference has a prompt. The prompt of a conversation ends before the first answer, after any greeting.
         messages = record.get("prompt") or list(

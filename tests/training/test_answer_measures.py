@@ -38,7 +38,8 @@ def test_padded_prompts_get_the_greedy_answers_of_single_ones():
         parameter.data *= 3
     records = [{"prompt": [{"role": "user", "content": "one two " * number}]} for number in (1, 5, 9)]
     conversations = Dataset.from_dict({"text": [json.dumps(record) for record in records]})
-    prompts = [prompt for _, prompt in choose_questions(tokenizer, conversations, 3)]
+    prompts = [prompt for _, prompt in choose_questions(tokenizer, conversations, 32)]
+    assert len(prompts) == 3
     settings = {"max_new_tokens": 20, "do_sample": False}
     single = [generate(model, tokenizer, [prompt], **settings)[0] for prompt in prompts]
     assert generate(model, tokenizer, prompts, **settings) == single and len(set(map(tuple, single))) > 1
