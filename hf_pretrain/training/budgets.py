@@ -30,6 +30,8 @@ from ..runtime.ranks import Ranks
 # Flags that say when a run ends, instead of steps or epochs.
 BUDGETS = ("max_tokens", "tokens_per_parameter", "max_minutes")
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+# More steps than a budget of minutes can hold, until the first step gives an estimate.
+UNKNOWN_STEPS = 10**9
 # A schedule of transformers needs a number of steps. It gets this number of equal parts of the time.
 PARTS_OF_TIME = 10_000
 # After this number of steps of a launch, their pace gives the steps between evaluations, checkpoints and logs.
@@ -56,7 +58,7 @@ def check_budget(args: Any) -> None:
     if args.max_minutes is not None:
         if args.warmup_steps >= 1:
             raise UserError(f"--warmup_steps {args.warmup_steps:g} must be a share below 1 with --max_minutes.")
-        args.max_steps = 10**9
+        args.max_steps = UNKNOWN_STEPS
 
 
 def space_evaluations(args: Any, state: TrainerState) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from ..runtime.metrics import HEADLINES, named_figures
+from .budgets import UNKNOWN_STEPS
 from .run_directory import RunDirectory
 
 
@@ -45,7 +46,8 @@ class LogLinesCallback(TrainerCallback):
             if "mfu" in logs:
                 figures += f", mfu {logs['mfu']:.0%}"
         if figures:
-            print_line(f"step {state.global_step}/{state.max_steps}: {figures}")
+            total = f"/{state.max_steps}" if state.max_steps < UNKNOWN_STEPS else ""
+            print_line(f"step {state.global_step}{total}: {figures}")
 
 
 def print_line(line: str) -> None:
