@@ -3,6 +3,7 @@
 import re
 import runpy
 import sys
+import uuid
 
 import pytest
 
@@ -21,8 +22,9 @@ from tests.weights.test_conversion import GOLDEN
 )
 def test_a_tool_names_its_phases_on_standard_error(recipe, words, phases, result, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    # The path makes the text new, so the tokenizer of an earlier test does not fit.
-    write_jsonl(tmp_path / "a.jsonl", [f"{tmp_path} {number:x} {number**5}" for number in range(2_000)])
+    # New text, so the cached tokenizer of an earlier test does not fit.
+    name = uuid.uuid4()
+    write_jsonl(tmp_path / "a.jsonl", [f"{name} {number:x} {number**5}" for number in range(2_000)])
     target = {"convert": "--to", "tokenizer": "--output_dir"}[recipe]
     monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *words, target, "out"])
     runpy.run_path(sys.argv[0], run_name="__main__")
