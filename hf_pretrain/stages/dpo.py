@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ..data.padding_rows import RowSource
 from ..runtime.errors import needing_extra
-from ..training.training_arguments import LMTrainingArguments
+from ..training.training_arguments import SFTTrainingArguments
 from .trl_support import RouterLossMixin, whole_batches
 
 
@@ -22,15 +22,13 @@ with needing_extra("trl", "Preference training needs TRL"):
 
 
 @dataclass
-class DPOTrainingArguments(LMTrainingArguments, DPOConfig):
+class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
     """TRL's `DPOConfig`. Flags that other recipes also have keep this package's defaults."""
 
-    default_optim_preset = "adamw"
     takes_fp8 = False
     output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer ones are truncated."})
-    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
     @property
     def has_reference(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from ..data.padding_rows import RowSource
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
-from ..training.training_arguments import LMTrainingArguments
+from ..training.training_arguments import SFTTrainingArguments
 from ..weights.adapters import is_adapted
 from .trl_support import RouterLossMixin, whole_batches
 
@@ -20,15 +20,13 @@ with needing_extra("trl", "Training of reward models needs TRL"):
 
 
 @dataclass
-class RewardTrainingArguments(LMTrainingArguments, RewardConfig):
+class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     """TRL's `RewardConfig`. Flags that other recipes also have keep this package's defaults."""
 
-    default_optim_preset = "adamw"
     takes_fp8 = False
     output_dir: str | None = field(default="out/reward", metadata={"help": "Directory of the run."})
     learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate."})
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer pairs are left out."})
-    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
 
     def __post_init__(self):
         super().__post_init__()
