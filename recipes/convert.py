@@ -1,6 +1,7 @@
 """
-Convert MiniMind weights of any generation into one of seven formats, merge adapters into their base models, and read
-and write MiniMind's LoRA files.
+Convert MiniMind weights of any generation into one of seven formats, and merge adapters into their base models.
+
+MiniMind's LoRA files are read and written, too.
 
     hf-pretrain convert --from full_sft_768.pth --config num_attention_heads=8 --tokenizer v2/ --to out/mine
     hf-pretrain convert --from jingyaogong/MiniMind2 --to out/minimind2

@@ -44,14 +44,16 @@ def test_a_step_beyond_the_data_is_one_pass(tmp_path, rows):
     """Padding rows fill the step, and change nothing."""
     losses, models = [], []
     for batch, accumulation in ((22, 1), (100, 1), (8, 6)):
-        trainer = make_trainer(tmp_path, rows=rows, batch=batch, accumulation=accumulation)
+        # Other optimizers enlarge the rounding of gradients near zero.
+        how = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+        trainer = make_trainer(tmp_path, rows=rows, batch=batch, accumulation=accumulation, **how)
         trainer.train()
         assert trainer.state.num_input_tokens_seen == 2 * 22 * 4
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
         models.append(torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()]))
     for loss, model in zip(losses[1:], models[1:], strict=True):
         assert loss == pytest.approx(losses[0], rel=1e-5)
-        torch.testing.assert_close(model, models[0], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(model, models[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_worker_of_the_loader_may_have_no_share_of_a_stream(tmp_path):

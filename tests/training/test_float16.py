@@ -24,7 +24,7 @@ def make_float16_trainer(*args, scale: float, **kwargs):
 @pytest.mark.parametrize("optim_preset", ["muon", "adamw"])
 @pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
 def test_losses_and_norms_are_those_of_float32(tmp_path, sizes, optim_preset):
-    arguments = {"optim": None, "optim_preset": optim_preset, "learning_rate": 0.01, "max_grad_norm": 1.0}
+    arguments = {"optim": None, "optim_preset": optim_preset, "learning_rate": 1e-3, "max_grad_norm": 1.0}
     options = {"accumulation": 2, "batch": 2, "arguments": arguments}
     expected, steps = (
         train(make(tmp_path, make_documents(weighted=True), model=toy_model(vocab_size=64, **sizes), **more | options))
@@ -32,8 +32,8 @@ def test_losses_and_norms_are_those_of_float32(tmp_path, sizes, optim_preset):
     )
     assert len(steps) == len(expected) == 6
     for ours, theirs in zip(steps, expected, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-3)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=5e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3)
     assert any(ours["loss"] != theirs["loss"] for ours, theirs in zip(steps, expected, strict=True))
 
 
