@@ -18,8 +18,6 @@ from ..runtime.errors import UserError
 
 
 PADDING_ROW_COLUMN = "is_padding_row"
-# Index of a row in the training data, or its position in a stream. Reports about non-finite losses quote it.
-ROW_NUMBER_COLUMN = "row_number"
 
 
 class PaddedDataset(Dataset):
@@ -30,12 +28,10 @@ class PaddedDataset(Dataset):
 
     Args:
         dataset: map-style rows.
-        is_numbered (`bool`, defaults to `False`): add its index to each row as `row_number`.
     """
 
-    def __init__(self, dataset: Any, *, is_numbered: bool = False):
+    def __init__(self, dataset: Any):
         self.dataset = dataset
-        self.is_numbered = is_numbered
         # Any sampler with `set_epoch`. The caller sets it.
         self.sampler: Any = None
 
@@ -62,13 +58,8 @@ class PaddedDataset(Dataset):
         places = [index if index < len(self.dataset) else 0 for index in indices]
         reads_batches = isinstance(self.dataset, datasets.Dataset)
         rows = self.dataset.__getitems__(places) if reads_batches else [self.dataset[place] for place in places]
-        return [self._mark(row, index) for row, index in zip(rows, indices, strict=True)]
-
-    def _mark(self, row: dict[str, Any], index: int) -> dict[str, Any]:
-        """Mark a padding row, or number a row of the data."""
-        if index >= len(self.dataset):
-            return {**row, PADDING_ROW_COLUMN: True}
-        return {**row, ROW_NUMBER_COLUMN: index} if self.is_numbered else row
+        pairs = zip(rows, indices, strict=True)
+        return [row if index < len(self.dataset) else {**row, PADDING_ROW_COLUMN: True} for row, index in pairs]
 
 
 class EpochSampler(Sampler[int]):
@@ -136,7 +127,7 @@ class PaddedStream(IterableDataset):
         """Yield the rows of one pass and its padding rows, and return the number of rows."""
         num_rows, row = 0, {}
         for row in self.dataset:
-            yield {**row, ROW_NUMBER_COLUMN: num_rows}
+            yield row
             num_rows += 1
         # The last row serves as the padding row: a stream cannot go back to its first one.
         # An empty stream gets no padding rows, because -0 % multiple is 0.
@@ -153,31 +144,20 @@ class PaddingRowCollator:
 
     Args:
         collator (`Callable`): makes a batch from rows, one row of labels per feature.
-        is_numbered (`bool`): add `row_number` of shape `(batch_size,)` to the batch, -1 for a padding row.
-        vocab_size (`int`, *optional*): number of ids that the model can embed; not checked without it.
+        vocab_size (`int`): number of ids that the model can embed.
 
     Raises:
         `ValueError`: when called, for an id out of range, a negative weight, or a collator that packs rows itself.
     """
 
-    def __init__(
-        self,
-        collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]],
-        *,
-        is_numbered: bool,
-        vocab_size: int | None = None,
-    ):
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], vocab_size: int):
         self.collator = collator
-        self.is_numbered = is_numbered
         self.vocab_size = vocab_size
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         is_padding_row = torch.tensor([bool(feature.get(PADDING_ROW_COLUMN)) for feature in features])
-        # Remove our own columns first: the wrapped collator may stack all columns that it gets.
-        own = (PADDING_ROW_COLUMN, ROW_NUMBER_COLUMN)
-        batch = self.collator([{k: v for k, v in f.items() if k not in own} for f in features])
-        if self.is_numbered:
-            batch[ROW_NUMBER_COLUMN] = torch.tensor([feature.get(ROW_NUMBER_COLUMN, -1) for feature in features])
+        # Remove our own column first: the wrapped collator may stack all columns that it gets.
+        batch = self.collator([{k: v for k, v in f.items() if k != PADDING_ROW_COLUMN} for f in features])
         if is_padding_row.any() and "labels" in batch:
             if len(batch["labels"]) != len(features):
                 raise UserError(
@@ -186,7 +166,7 @@ class PaddingRowCollator:
                     "in the collator."
                 )
             batch["labels"][is_padding_row] = -100
-        if self.vocab_size is not None and "input_ids" in batch:
+        if "input_ids" in batch:
             # A GPU would only report that an assertion failed. Here on the CPU, reading the result waits for nothing.
             least, largest = (int(value) for value in batch["input_ids"].aminmax())
             if least < 0 or largest >= self.vocab_size:
@@ -234,13 +214,12 @@ def pad_rows(
             their order.
         multiple (`int`): rows of a global batch.
         seed (`int`): seed for the sampler of each epoch.
-        is_training (`bool`): give each row its number, for reports about non-finite steps.
+        is_training (`bool`): let a stream start again after each pass.
     """
     if is_stream(dataset):
         # A stream has no length and no sampler. It pads itself when it ends.
         return PaddedStream(dataset, multiple=multiple, is_training=is_training), None
-    # Row numbers go into reports about non-finite steps. Evaluation writes no such reports.
-    padded = PaddedDataset(dataset, is_numbered=is_training)
+    padded = PaddedDataset(dataset)
 
     def padded_sampler(_: Any) -> EpochSampler:
         # Give the sampler the caller's dataset: some samplers read columns, such as lengths, that padding rows lack.

@@ -3,7 +3,7 @@
 parts (docs/architecture.md). Each part works without a Trainer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
-from .deepspeed_support import gather_from_deepspeed, repair_universal_checkpoint
+from .deepspeed_support import gather_from_deepspeed
 from .end_report import write_run_card
 from .float8 import convert_to_float8
 from .launch import check_accumulation, complete_fsdp_args, launcher
@@ -56,8 +56,7 @@ class RunTrainer(Trainer):
             # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
             self.lm_args.evaluate_never()
         self.signals, self._throughput = SignalListener(), Throughput()
-        self._weight_decays: list[float] = []
-        self._checkpoint, self._evaluation_is_due = None, False
+        self._checkpoint: str | None = None
         # Digest these weights now: later, they are wrapped or sharded.
         self._fixed_weights = digest_fixed_weights(model, args)
         # NOTE: Trainer sets `config.use_cache` to this value, for the training pass, but the config is saved with the
@@ -81,8 +80,7 @@ class RunTrainer(Trainer):
         if self.lm_args is not None and self.lm_args.max_minutes is not None:
             self.time_budget = TimeBudget(self.lm_args.max_minutes, self.ranks)
             self.add_callback(self.time_budget)
-        self.stop = StopCallback(self.ranks, self.signals, begin=self._begin_training)
-        self.add_callback(self.stop)
+        self.add_callback(StopCallback(self.ranks, self.signals, begin=self._begin_training))
         self._prepare_model(base_model_of(self.model))
 
     def _prepare_model(self, base_model: Any) -> None:
@@ -132,11 +130,7 @@ class RunTrainer(Trainer):
     def create_optimizer(self, model: Any = None):
         if self.optimizer is None and optimizer_name(self.args) == "muon":
             self.optimizer = build_muon(model or self.model, self.args, uses_deepspeed=self.is_deepspeed_enabled)
-        optimizer = super().create_optimizer(model)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            # DeepSpeed's universal checkpoints lose them, and `repair_universal_checkpoint` restores them.
-            self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
-        return optimizer
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         budget = self.time_budget
@@ -203,12 +197,12 @@ class RunTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        is_resumed = self._checkpoint is not None
-        self._evaluation_is_due = is_resumed and self.description.check_resume(self._checkpoint, self.state)
+        if self._checkpoint is not None:
+            self.description.check_resume(self._checkpoint, self.state)
         on_main_process(self.args, self.writer.check_space)
 
     def _begin_training(self) -> None:
-        """Prepare the parts for the first step, and make up for an evaluation that a signal cut off."""
+        """Prepare the parts for the first step."""
         self._throughput = Throughput(self.state.num_input_tokens_seen)
         if self.lm_args is not None:
             space_evaluations(self.lm_args, self.state)
@@ -216,11 +210,6 @@ class RunTrainer(Trainer):
             # The run that wrote the checkpoint has evaluated before its first step.
             self.args.eval_on_start = False
         restore_endings(self)
-        if self._evaluation_is_due:
-            # NOTE: `eval_on_start` would neither choose the best model nor step schedules that follow the metrics.
-            metrics = self._evaluate(None, None)
-            if self._determine_best_metric(metrics, None):
-                self.state.best_model_checkpoint = self._checkpoint
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:
@@ -249,13 +238,6 @@ class RunTrainer(Trainer):
     def is_loss_finite(self) -> bool:
         """Return whether the losses of this rank's step are finite. Subclasses that see them override this method."""
         return True
-
-    def suspects(self) -> Callable[[], list[tuple[str, bool]]]:
-        """
-        Return a function that names the rows of this rank's step, and says whether their losses are finite. It may be
-        called after later steps. Subclasses override this method.
-        """
-        return list
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 0: `mfu` counts better, and Trainer's count costs milliseconds in each step."""
@@ -294,7 +276,7 @@ class RunTrainer(Trainer):
         """Write, push and rotate."""
         self.gradient_check.read()
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
-        run = self.description.after(self.state, evaluation_is_due=self.stop.evaluation_is_due)
+        run = self.description.after(self.state)
 
         def add_files(directory: Path) -> None:
             # Trainer wrote the state before the path of the best checkpoint was corrected.
@@ -357,11 +339,8 @@ class RunTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.is_distributed_loading_by_transformers:
             sharded.load_optimizer(checkpoint, self.model, self.optimizer.optimizer, self.lr_scheduler)
-            return
-        if checkpoint is not None and self.is_deepspeed_enabled and self._weight_decays:
-            # DeepSpeed has already loaded its optimizer together with the weights.
-            repair_universal_checkpoint(self.optimizer, self._weight_decays)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     # The Hub
 

@@ -1,4 +1,4 @@
-"""Read the DeepSpeed config of a run, and refuse or repair what DeepSpeed silently changes."""
+"""Read the DeepSpeed config of a run, and refuse what DeepSpeed would silently change."""
 
 import os
 import sys
@@ -101,27 +101,6 @@ def _prepare_for_muon(config: dict[str, Any], args: Any) -> None:
         config["zero_optimization"]["reduce_scatter"] = False
     # NOTE: with an offloaded optimizer, accelerate would replace Muon by DeepSpeed's Adam for CPUs.
     config["zero_force_ds_cpu_optimizer"] = False
-
-
-def repair_universal_checkpoint(optimizer: Any, weight_decays: list[float]) -> None:
-    """
-    Restore the weight decays and step counters that DeepSpeed breaks when it loads a universal checkpoint.
-
-    NOTE: ZeRO-3 gives every group the weight decay of the first group. Also, all parameters share one tensor as their
-    step counter, so updating any of them advances the counter of all.
-
-    Args:
-        optimizer: accelerate's wrapper of DeepSpeed's ZeRO optimizer, or of an optimizer without ZeRO.
-        weight_decays (`list[float]`): the weight decay of each group.
-    """
-    for group, weight_decay in zip(optimizer.param_groups, weight_decays, strict=True):
-        group["weight_decay"] = weight_decay
-    # Only the innermost optimizer holds the state.
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    for state in optimizer.state.values():
-        if torch.is_tensor(state.get("step")):
-            state["step"] = state["step"].clone()
 
 
 def gather_from_deepspeed(accelerator: Any, engine: Any, model: Any) -> tuple[Any, dict[str, torch.Tensor] | None]:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
-from ..data.padding_rows import ROW_NUMBER_COLUMN, PaddingRowCollator, RowSource, pad_rows
+from ..data.padding_rows import PaddingRowCollator, RowSource, pad_rows
 from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
 from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
@@ -34,10 +34,6 @@ from .base_trainer import RunTrainer
 from .launch import check_micro_batch
 from .measurements import Meter, RouterLoad, flops_per_token, known_peak, record_router_load
 from .stopping import end_nonfinite_run
-
-
-# Tokens of each suspect row in the message about a step that is not finite.
-_SHOWN_TOKENS = 16
 
 
 class MaskedLossTrainer(RunTrainer):
@@ -95,8 +91,7 @@ class MaskedLossTrainer(RunTrainer):
         # Both are `None` outside `train`, where callers may take single steps.
         self._meter: Meter | None = None
         self._num_documents: torch.Tensor | None = None
-        # Per micro-batch of the current step: row numbers and input_ids, and whether the loss is finite.
-        self._step_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Whether the loss of each micro-batch of the current step is finite.
         self._step_is_finite: list[torch.Tensor] = []
 
     def _check_arguments(self):
@@ -139,10 +134,7 @@ class MaskedLossTrainer(RunTrainer):
             multiple = batch_size * num_ranks * accumulation
             dataset, sampler_fn = pad_rows(dataset, sampler_fn, multiple, seed=seed, is_training=is_training)
         vocab_size = self.accelerator.unwrap_model(self.model).config.vocab_size
-        # The model takes no row numbers. `get_batch_samples` removes them in a run, and a caller's own loop does not.
-        is_numbered = is_training and self.is_in_train
-        collator = PaddingRowCollator(self.data_collator, is_numbered=is_numbered, vocab_size=vocab_size)
-        return RowSource(dataset, batch_size, sampler_fn, collator)
+        return RowSource(dataset, batch_size, sampler_fn, PaddingRowCollator(self.data_collator, vocab_size))
 
     # Loss
 
@@ -153,13 +145,9 @@ class MaskedLossTrainer(RunTrainer):
 
     def _begin_step(self, batches: list[dict[str, Any]]) -> torch.Tensor:
         """
-        Return the sum of the weights over all micro-batches of a step and all ranks, and keep the number of documents,
-        the number of tokens and the rows.
+        Return the sum of the weights over all micro-batches of a step and all ranks, and keep the number of documents
+        and the number of tokens.
         """
-        # Reports about non-finite steps need the row numbers, and the model has no such input.
-        self._step_rows = [
-            (batch.pop(ROW_NUMBER_COLUMN), batch["input_ids"]) for batch in batches if ROW_NUMBER_COLUMN in batch
-        ]
         self._step_is_finite = []
         columns = zip(*map(self._count, batches), strict=True)
         weights, counts = (torch.stack(column).sum(0).to(self.args.device) for column in columns)
@@ -173,17 +161,6 @@ class MaskedLossTrainer(RunTrainer):
         # A step of padding rows has weight zero. Dividing its zero loss by 1 instead of 0 gives zero, not NaN.
         self._num_documents = num_documents.clamp(min=1).float()
         return torch.where(weights > 0, weights, 1.0)
-
-    def suspects(self) -> Callable[[], list[tuple[str, bool]]]:
-        decode = self.processing_class.decode if self.processing_class is not None else str
-        batches = list(zip(self._step_rows, self._step_is_finite, strict=True))
-        return lambda: [
-            (f"{number} ({decode(ids[:_SHOWN_TOKENS])!r} ...)", bool(is_finite))
-            for (numbers, input_ids), is_finite in batches
-            for number, ids in zip(numbers.tolist(), input_ids.tolist(), strict=True)
-            # Padding rows have the number -1.
-            if number >= 0
-        ]
 
     @staticmethod
     def _count(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,7 +239,7 @@ class MaskedLossTrainer(RunTrainer):
         if self.is_deepspeed_enabled:
             # One collective per step suffices: DeepSpeed updates in the backward pass of the last micro-batch.
             if self.accelerator.sync_gradients and self.ranks.largest(int(not self.is_loss_finite())):
-                end_nonfinite_run(self, "The loss is not finite", self.state.global_step + 1, self.suspects())
+                end_nonfinite_run(self, "The loss is not finite", self.state.global_step + 1)
             return loss
         # An infinite loss may have finite or zero gradients. Multiplied by NaN, all of them become NaN.
         return loss * torch.where(is_finite, 1.0, torch.nan)

@@ -225,16 +225,13 @@ class RunDescription:
         description.check_same_data(trainer.ranks)
         return description
 
-    def after(self, state: TrainerState, *, evaluation_is_due: bool = False) -> dict[str, Any]:
-        """
-        Return the description, with the progress of the run and whether the evaluation after its last step is missing.
-        """
+    def after(self, state: TrainerState) -> dict[str, Any]:
+        """Return the description, with the progress of the run."""
         args = self.args
         # Tensor-parallel ranks share their rows.
         data_ranks = args.world_size // (args.tp_size if self.is_ours else 1)
         return {
             "step": state.global_step,
-            "evaluation_is_due": evaluation_is_due,
             "num_tokens": state.num_input_tokens_seen,
             "world_size": args.world_size,
             "threads": torch.get_num_threads(),
@@ -257,19 +254,16 @@ class RunDescription:
                 "between the machines. Make the files equal, and start again."
             )
 
-    def check_resume(self, checkpoint: str, state: TrainerState) -> bool:
+    def check_resume(self, checkpoint: str, state: TrainerState) -> None:
         """
         Warn about differences between this run and the run that saved `checkpoint`. Skip one without a manifest.
-
-        Returns:
-            `bool`: whether a signal cut off the evaluation after the checkpoint's step.
 
         Raises:
             `ValueError`: if this run cannot resume from the checkpoint, or not exactly without
                 `--allow_inexact_resume`.
         """
         if not Path(checkpoint, MANIFEST_NAME).exists():
-            return False
+            return
         then, now = read_manifest(checkpoint)["run"], self.after(state)
         if then.keys() != now.keys():
             raise UserError(
@@ -296,7 +290,6 @@ class RunDescription:
             )
         if inexact:
             logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
-        return bool(then["evaluation_is_due"])
 
 
 def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -316,8 +309,7 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
         fatal.append(
             f"{then['world_size']} process(es) wrote its {then['layout']} shards, and {now['world_size']} would read "
-            "them. Launch as many as then, or convert the shards as docs/checkpoints.md says "
-            "(`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state ...`)"
+            "them. Launch as many as then"
         )
     if then["save_only_model"]:
         fatal.append("it was saved with --save_only_model and has no optimizer state")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate.utils import wait_for_everyone
 from torch.distributed.tensor import DTensor
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..runtime.ranks import Ranks, leave_process_group
 from ..runtime.signals import SignalListener
@@ -34,50 +34,25 @@ class RunStopped(Exception):
 
 class StopCallback(TrainerCallback):
     """
-    Stop a training run once any rank has received a signal: after the step, once its checkpoint is saved, or at once
-    during an evaluation. Then raise [`RunStopped`].
+    Stop a training run once any rank has received a signal: after the step, its evaluation and its checkpoint, raise
+    [`RunStopped`].
 
     Args:
         begin (`Callable`): called before the first step, after the model is loaded.
-
-    Attributes:
-        num_steps (`int`): number of steps since the training began.
-        cut_off_evaluation (`bool`): the signal arrived during an evaluation.
-        evaluation_is_due (`bool`): the stop left an evaluation out. It runs on resume.
     """
 
     def __init__(self, ranks: Ranks, signals: SignalListener, *, begin: Callable[[], None] = lambda: None):
         self.ranks, self.signals, self.begin = ranks, signals, begin
-        self._is_training = False
-        self._reset()
-
-    def _reset(self) -> None:
-        self._number = self.num_steps = 0
-        self.cut_off_evaluation = self.evaluation_is_due = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._reset()
-        self._is_training = True
         self.begin()
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self._is_training = False
-
     def on_step_end(self, args, state, control, **kwargs):
-        self.num_steps += 1
         # A collective in every step: a signal may reach only one rank, and all must stop after the same step.
-        self._number = self.ranks.largest(self.signals.number)
-        if self._number:
-            self.evaluation_is_due = control.should_evaluate
-            control.should_save, control.should_evaluate = True, False
+        control.should_save |= self.ranks.largest(self.signals.number) > 0
 
     def on_save(self, args, state, control, **kwargs):
-        if self._number:
-            raise RunStopped(self._number)
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        if self._is_training and (number := self.ranks.largest(self.signals.number)):
-            self.cut_off_evaluation = True
+        if number := self.ranks.largest(self.signals.number):
             raise RunStopped(number)
 
 
@@ -111,17 +86,16 @@ def restore_endings(trainer: Any) -> None:
 
 
 def end_stopped_run(trainer: Any, number: int) -> NoReturn:
-    """Save the run if a signal cut off its evaluation, and end all ranks."""
-    stop = trainer.stop
-    if stop.cut_off_evaluation and stop.num_steps:
-        stop.evaluation_is_due = True
-        trainer._save_checkpoint(trainer.model, trial=None)
+    """End all ranks after a signal, whose checkpoint is saved."""
     # Callbacks close their files and trackers here.
     trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-    name = Signals(number).name
-    record_stop(trainer, name)
-    hint = resume_hint(trainer.args) if stop.num_steps else "Nothing was trained since the run was started."
-    _end_run(trainer, 128 + number, f"Stopped by {name} after step {trainer.state.global_step}. {hint}")
+    hint = (
+        "It has no optimizer state: start a new run from it with --model_name_or_path."
+        if trainer.args.save_only_model
+        else "Resume with the same command and `--resume_from_checkpoint auto`."
+    )
+    message = f"after step {trainer.state.global_step}. Its checkpoint is in {trainer.args.output_dir}. {hint}"
+    _end_run(trainer, 128 + number, Signals(number).name, f"Stopped by {Signals(number).name} {message}")
 
 
 class GradientCheck:
@@ -143,12 +117,12 @@ class GradientCheck:
         trainer = self.trainer
         if trainer.accelerator.scaler is None:
             if norm is not None:
-                self._add(torch.as_tensor(norm), trainer.suspects())
+                self._add(torch.as_tensor(norm))
         # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
         elif trainer.ranks.largest(int(not trainer.is_loss_finite())):
-            end_nonfinite_run(trainer, "The loss is not finite", trainer.state.global_step + 1, trainer.suspects())
+            end_nonfinite_run(trainer, "The loss is not finite", trainer.state.global_step + 1)
 
-    def _add(self, norm: torch.Tensor, suspects: Callable[[], list[tuple[str, bool]]]) -> None:
+    def _add(self, norm: torch.Tensor) -> None:
         self.read()
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         step = self.trainer.state.global_step + 1
@@ -161,7 +135,7 @@ class GradientCheck:
             if copied is not None:
                 copied.synchronize()
             if not host.isfinite():
-                end_nonfinite_run(self.trainer, f"The gradient's norm is {float(host)}", step, suspects)
+                end_nonfinite_run(self.trainer, f"The gradient's norm is {float(host)}", step)
 
         self._pending = check
         if not self.is_late:
@@ -174,7 +148,7 @@ class GradientCheck:
             check()
 
 
-def end_nonfinite_run(trainer: Any, what: str, step: int, suspects: Callable[[], list[tuple[str, bool]]]) -> NoReturn:
+def end_nonfinite_run(trainer: Any, what: str, step: int) -> NoReturn:
     """
     End the run before anything of a step leaves the device. All ranks call this function.
 
@@ -182,20 +156,12 @@ def end_nonfinite_run(trainer: Any, what: str, step: int, suspects: Callable[[],
         trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run.
         what (`str`): what is not finite.
         step (`int`): the number of the step.
-        suspects (`Callable`): returns the rows of this rank's step, and whether their losses are finite.
     """
-    found = [row for part in trainer.ranks.gather(suspects()) for row in part]
-    # If only the gradient is not finite, all rows are suspects.
-    named = [row for row, is_finite in found if not is_finite] or [row for row, _ in found]
-    more = f" and {len(named) - 8} more" if len(named) > 8 else ""
-    rows = f" It took the rows {', '.join(named[:8])}{more}." if named else ""
     message = (
-        f"{what} in step {step}.{rows} The run stopped before it saved anything of this step, and the checkpoints in "
-        f"{trainer.args.output_dir} are intact. Look at the rows, or resume with a lower --learning_rate and "
-        "--allow_inexact_resume."
+        f"{what} in step {step}. The run stopped before it saved anything of this step, and the checkpoints in "
+        f"{trainer.args.output_dir} are intact. Resume with a lower --learning_rate and --allow_inexact_resume."
     )
-    record_stop(trainer, message)
-    _end_run(trainer, EXIT_NOT_FINITE, message)
+    _end_run(trainer, EXIT_NOT_FINITE, message, message)
 
 
 def record_stop(trainer: Any, why: str) -> None:
@@ -204,22 +170,13 @@ def record_stop(trainer: Any, why: str) -> None:
         write_run_page(trainer.args, trainer.state, stopped=why)
 
 
-def _end_run(trainer: Any, status: int, message: str) -> NoReturn:
-    """Print the reason, wait for the pushes, and end all ranks together."""
+def _end_run(trainer: Any, status: int, why: str, message: str) -> NoReturn:
+    """Record and print the reason, wait for the pushes, and end all ranks together."""
+    record_stop(trainer, why)
     if trainer.is_world_process_zero():
         print(message, file=sys.stderr, flush=True)
     trainer.pusher.finish()
     end_all_ranks(status, trainer.signals)
-
-
-def resume_hint(args: TrainingArguments) -> str:
-    """Return sentences that tell the user how to continue from the checkpoint of a stopped run."""
-    hint = (
-        "It has no optimizer state: start a new run from it with --model_name_or_path."
-        if args.save_only_model
-        else "Resume with the same command and `--resume_from_checkpoint auto`."
-    )
-    return f"Its checkpoint is in {args.output_dir}. {hint}"
 
 
 def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:

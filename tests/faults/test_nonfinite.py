@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite in step 5: the run makes no update with it, and names its rows."""
+"""A loss or gradient that is not finite in step 5: the run makes no update with it."""
 
 import re
 
@@ -8,18 +8,18 @@ from tests.faults.driving import RECIPE, command, run, zero
 from tests.invariants.launching import ROOT
 
 
-# Each rank counts its passes, two per step. For a loss, the run knows the micro-batch; for a gradient, only the step.
+# Each rank counts its passes, two per step.
 CASES = {
-    "loss": ("python", [], "loss:9:0", 4),
-    "gradient": ("python", [], "gradient:9:0", 8),
-    "gradient, AdamW": ("python", ["--optim_preset", "adamw"], "gradient:9:0", 8),
-    "loss, DDP": ("torchrun", [], "loss:9:1", 2),
-    "gradient, DDP": ("torchrun", [], "gradient:9:1", 8),
-    "loss, FSDP2": ("torchrun", ["--fsdp_size", "2"], "loss:9:1", 2),
-    "loss, ZeRO-2": ("deepspeed", zero(2), "loss:9:1", 2),
-    "gradient, ZeRO-2": ("deepspeed", zero(2), "gradient:9:0", 8),
-    "gradient, ZeRO-2, AdamW": ("deepspeed", [*zero(2), "--optim_preset", "adamw"], "gradient:9:0", 8),
-    "loss, ZeRO-3": ("deepspeed", zero(3), "loss:9:1", 2),
+    "loss": ("python", [], "loss:9:0"),
+    "gradient": ("python", [], "gradient:9:0"),
+    "gradient, AdamW": ("python", ["--optim_preset", "adamw"], "gradient:9:0"),
+    "loss, DDP": ("torchrun", [], "loss:9:1"),
+    "gradient, DDP": ("torchrun", [], "gradient:9:1"),
+    "loss, FSDP2": ("torchrun", ["--fsdp_size", "2"], "loss:9:1"),
+    "loss, ZeRO-2": ("deepspeed", zero(2), "loss:9:1"),
+    "gradient, ZeRO-2": ("deepspeed", zero(2), "gradient:9:0"),
+    "gradient, ZeRO-2, AdamW": ("deepspeed", [*zero(2), "--optim_preset", "adamw"], "gradient:9:0"),
+    "loss, ZeRO-3": ("deepspeed", zero(3), "loss:9:1"),
 }
 
 pytestmark = [pytest.mark.slow]
@@ -35,16 +35,14 @@ def poisoned(workspace, output_dir, launcher, arguments, poison):
     "name", [pytest.param(n, marks=() if n in ("gradient", "loss, DDP") else pytest.mark.faults) for n in CASES]
 )
 def test_the_run_stops_before_the_update(name, workspace, tmp_path, record):
-    launcher, arguments, poison, num_rows = CASES[name]
+    launcher, arguments, poison = CASES[name]
     result = poisoned(workspace, tmp_path / "run", launcher, arguments, poison)
     # torchrun always ends with 1, and prints the status of each rank.
     status = result.returncode == 65 or (launcher == "torchrun" and result.stdout.count("exitcode  : 65") == 2)
-    (message,) = re.findall(r"^The .* in step 5\. It took the rows .*$", result.stdout, re.MULTILINE)
-    survived = status and not (tmp_path / "run/checkpoint-6").exists()
+    named = re.search(r"^The .* in step 5\. The run stopped before", result.stdout, re.MULTILINE) is not None
+    survived = status and named and not (tmp_path / "run/checkpoint-6").exists()
     record(f"not finite: {name}", survived)
     assert survived, result.stdout[-3000:]
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert re.search(r"stopped: after step \d+: The ", page) and "--resume_from_checkpoint auto</pre>" in page
-    numbers = re.findall(r"(\d+) \('", message)
-    assert len(numbers) == num_rows, message
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}

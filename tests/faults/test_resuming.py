@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults.driving import STEPS, command, run, start, wait_for, zero
-from tests.invariants.launching import ROOT, cpu_environment
 
 
 WAYS = {
@@ -105,33 +102,6 @@ def test_one_process_resumes_a_run_of_two(interrupted, workspace, reference, rec
     result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", *arguments))
     assert result.returncode == 0 and "was saved by 2 process(es)" in result.stdout, result.stdout[-3000:]
     assert losses(output_dir) == pytest.approx(losses(reference("torchrun", *arguments)), rel=1e-5)
-    record("resume: another world size", True)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("stage", [2, 3])
-def test_converted_shards_resume_in_one_process(stage, interrupted, workspace, reference, tmp_path, record):
-    """Follow docs/checkpoints.md. Without dropout, losses agree. DeepSpeed's tool converts only AdamW's state."""
-    arguments = ["--config_overrides", "dropout=0.0", "--optim_preset", "adamw"]
-    output_dir = interrupted(4, "deepspeed", *zero(stage), *arguments)
-    checkpoint = output_dir / "checkpoint-4"
-    folders = ["--input_folder", "global_step4", "--output_folder", "global_step4_universal"]
-    words = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders]
-    environment = cpu_environment(PYTHONPATH=str(ROOT))
-    converted = subprocess.run(words, cwd=checkpoint, env=environment, capture_output=True, text=True, timeout=500)
-    assert converted.returncode == 0, converted.stderr[-3000:]
-    (checkpoint / "latest_universal").write_text("global_step4_universal")
-    (checkpoint / "manifest.json").unlink()
-    config = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
-    config["checkpoint"] = {"load_universal": True}
-    (tmp_path / "universal.json").write_text(json.dumps(config))
-
-    words = command(workspace, output_dir, *arguments, launcher="deepspeed", processes=1)
-    words += ["--deepspeed", str(tmp_path / "universal.json")]
-    result = run([*words, "--resume_from_checkpoint", "auto", "--allow_inexact_resume"])
-    assert result.returncode == 0 and "1 process(es)" in result.stdout, result.stdout[-3000:]
-    expected = losses(reference("deepspeed", *zero(stage), *arguments))
-    assert losses(output_dir) == pytest.approx(expected, rel=1e-5)
     record("resume: another world size", True)
 
 

@@ -66,38 +66,6 @@ def test_the_history_names_the_ranks_that_died(tmp_path, monkeypatch):
     assert "Rank(s) 1 of 2 died" in (tmp_path / "report.html").read_text()
 
 
-class SignalInEvaluation(TrainerCallback):
-    """Send SIGTERM during the evaluation after a step."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize("make", [make_run_trainer, None], ids=["RunTrainer", "MaskedLossTrainer"])
-def test_an_evaluation_that_a_signal_cut_off_chooses_the_best_model(make, tmp_path, restored):
-    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    arguments |= {"load_best_model_at_end": True, "lr_scheduler_type": "constant", "warmup_steps": 0}
-
-    def trainer(name: str) -> RunTrainer:
-        if make is not None:
-            return make(tmp_path / name, **arguments)
-        return make_trainer(tmp_path / name, make_documents(), arguments=arguments)
-
-    (whole := trainer("whole")).train()
-    stopped = trainer("run")
-    stopped.add_callback(SignalInEvaluation(4))
-    with pytest.raises(SystemExit):
-        stopped.train()
-    (resumed := trainer("run")).train(resume_from_checkpoint=True)
-    assert whole.state.best_global_step == resumed.state.best_global_step == 4
-    assert resumed.state.best_metric == whole.state.best_metric
-    assert resumed.state.best_model_checkpoint == str(tmp_path / "run/checkpoint-4")
-
-
 def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path, restored, monkeypatch):
     class CtrlC(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.runtime.errors import UserError
@@ -21,7 +20,8 @@ from hf_pretrain.training.callbacks import LogLinesCallback
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.invariants.launching import ROOT, start
 from tests.toys import write_jsonl
-from tests.training.test_base_trainer import SignalInEvaluation, make_run_trainer
+from tests.training.test_base_trainer import make_run_trainer
+from tests.training.test_stopping import AtStep
 
 
 WORDS = ["--max_length", "32", "--use_cpu", "--bf16", "false", "--report_to", "none"]
@@ -110,7 +110,7 @@ def test_a_run_stops_early_and_keeps_its_best_model_also_after_a_resume(tmp_path
     assert all(torch.equal(best[name], saved[name]) for name in best)
     resumed = tmp_path / "resumed"
     stopped = make_overfitting_trainer(resumed)
-    stopped.add_callback(SignalInEvaluation(3))
+    stopped.add_callback(AtStep(3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     with pytest.raises(SystemExit):
         train_and_evaluate(stopped, checkpoint=None)
     for _ in range(2):
@@ -124,12 +124,6 @@ def test_early_stopping_needs_validation_data(tmp_path):
     trainer.eval_dataset = None
     with pytest.raises(UserError, match="needs validation data"):
         train_and_evaluate(trainer, checkpoint=None)
-
-
-class StopAtStep8(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def make_timed_trainer(path: Path, monkeypatch, **arguments):
@@ -162,7 +156,7 @@ def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
     # A second launch has the rest of the time, and the schedule goes on.
     other = tmp_path / "resumed"
     stopped = make_timed_trainer(other, monkeypatch)
-    stopped.add_callback(StopAtStep8())
+    stopped.add_callback(AtStep(8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     with pytest.raises(SystemExit):
         stopped.train()
     for _ in range(2):

@@ -541,17 +541,15 @@ def test_rows_of_a_batch_are_read_in_one_call(tmp_path):
 
     counted = Counted(rows.data, rows.info)
     trainer = make_trainer(tmp_path, counted, batch=8)
-    # Only a run numbers its rows, because the model takes no such input.
-    trainer.is_in_train = True
     batches = list(trainer.get_train_dataloader())
     assert [len(keys) for keys in read] == [8, 8]
     # Thirteen rows in the sampler's order, then three padding rows without labels.
-    numbers = [number for batch in batches for number in batch["row_number"].tolist()]
-    assert sorted(numbers[:13]) == list(range(13)) and numbers[13:] == [-1] * 3
-    for batch in batches:
-        for ids, labels, number in zip(batch["input_ids"], batch["labels"], batch["row_number"].tolist(), strict=True):
-            expected = rows[number]["input_ids"] if number >= 0 else rows[0]["input_ids"]
-            assert ids[: len(expected)].tolist() == expected and (labels > 0).any() == (number >= 0)
+    assert sorted([*read[0], *read[1][:5]]) == list(range(13)) and read[1][5:] == [0] * 3
+    for batch, numbers, num_rows in zip(batches, read, (8, 5), strict=True):
+        assert (batch["labels"] > 0).any(-1).tolist() == [True] * num_rows + [False] * (8 - num_rows)
+        for ids, number in zip(batch["input_ids"], numbers, strict=True):
+            expected = rows.data["input_ids"][number].as_py()
+            assert ids[: len(expected)].tolist() == expected
 
 
 def test_accumulation_leaves_the_loss_of_a_classifier_as_it_is(tmp_path):

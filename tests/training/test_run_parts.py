@@ -19,7 +19,6 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from hf_pretrain.checkpoints.directory import checkpoint_path
 from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
-from hf_pretrain.data.padding_rows import pad_rows
 from hf_pretrain.hub.pushing import HubPusher, create_repository
 from hf_pretrain.runtime.ranks import Ranks
 from hf_pretrain.runtime.signals import SignalListener
@@ -183,24 +182,21 @@ def test_accelerates_fsdp_gets_a_policy_that_casts_nothing(monkeypatch):
 # Stopping
 
 
-def test_a_signal_stops_the_evaluations_and_steps_of_a_training_run():
+def test_a_signal_stops_a_run_after_its_checkpoint():
     signals = SignalListener()
     callback, control = StopCallback(Ranks(1, 0, timeout_seconds=1.0), signals), TrainerControl(should_evaluate=True)
     event = (None, TrainerState(), control)
-    signals.number = signal.SIGTERM
-    callback.on_prediction_step(*event)
     callback.on_train_begin(*event)
-    callback.on_save(*event)
-    with pytest.raises(RunStopped) as stopped:
-        callback.on_prediction_step(*event)
-    assert stopped.value.number == signal.SIGTERM and callback.cut_off_evaluation
     callback.on_step_end(*event)
-    # The step is saved, and its evaluation runs on resume.
-    assert control.should_save and not control.should_evaluate and callback.evaluation_is_due
-    with pytest.raises(RunStopped):
+    callback.on_save(*event)
+    assert not control.should_save
+    signals.number = signal.SIGTERM
+    callback.on_step_end(*event)
+    # The evaluation of the step comes before its save.
+    assert control.should_save and control.should_evaluate
+    with pytest.raises(RunStopped) as stopped:
         callback.on_save(*event)
-    callback.on_train_end(*event)
-    callback.on_prediction_step(*event)
+    assert stopped.value.number == signal.SIGTERM
 
 
 # Resuming
@@ -225,16 +221,6 @@ def test_a_run_resumes_exactly_or_says_why_not(tmp_path):
         description(8, "ZeRO-2").check_resume(str(tmp_path / "checkpoint-3"), state)
     args.allow_inexact_resume = True
     description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
-
-
-# Rows
-
-
-def test_padding_rows_complete_the_last_batch():
-    padded, make_sampler = pad_rows([{"a": row} for row in range(10)], None, 8, seed=0, is_training=True)
-    indices = list(make_sampler(padded))
-    assert indices == list(range(16))
-    assert [row.get("row_number", -1) for row in map(padded.__getitem__, indices)] == [*range(10), *[-1] * 6]
 
 
 BUSY_WORKER = """

@@ -53,16 +53,15 @@ def test_under_nohup_a_closed_terminal_does_not_stop_a_run(tmp_path, restored):
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
-def test_a_signal_ends_an_evaluation(tmp_path, restored, capfd):
-    """The resumed run repeats the evaluation, and ends with the same bits as an uninterrupted run."""
+@pytest.mark.parametrize(("evaluated", "step"), [(0, 1), (2, 3), (6, 6)])
+def test_a_signal_in_an_evaluation_stops_the_run_after_the_next_save(tmp_path, restored, capfd, evaluated, step):
+    """The evaluation ends. The resumed run has the bits and the evaluations of an uninterrupted one."""
     arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 6}
+    arguments |= {"eval_on_start": True}
 
     class InEvaluation(TrainerCallback):
-        num_batches = 0
-
         def on_prediction_step(self, args, state, control, **kwargs):
-            InEvaluation.num_batches += 1
-            if InEvaluation.num_batches == 2:
+            if state.global_step == evaluated:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def trainer(name: str, **kwargs):
@@ -71,26 +70,13 @@ def test_a_signal_ends_an_evaluation(tmp_path, restored, capfd):
 
     with pytest.raises(SystemExit) as status:
         trainer("run", callbacks=[InEvaluation()]).train()
-    assert status.value.code == 143 and "Stopped by SIGTERM after step 2." in capfd.readouterr().err
-    # The thirteen rows fill four batches.
-    assert InEvaluation.num_batches == 2
+    assert status.value.code == 143 and f"Stopped by SIGTERM after step {step}." in capfd.readouterr().err
     (resumed := trainer("run")).train(resume_from_checkpoint=True)
     (whole := trainer("whole")).train()
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(parameter, resumed.model.get_parameter(name))
-    evaluated = [[entry["step"] for entry in t.state.log_history if "eval_loss" in entry] for t in (resumed, whole)]
-    assert evaluated[0] == evaluated[1] == [2, 4, 6]
-
-
-def test_a_signal_ends_the_evaluation_before_the_first_step(tmp_path, restored, capfd):
-    class AtOnce(TrainerCallback):
-        def on_prediction_step(self, args, state, control, **kwargs):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    arguments = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
-    with pytest.raises(SystemExit) as status:
-        make_trainer(tmp_path, make_documents(), arguments=arguments, callbacks=[AtOnce()]).train()
-    assert status.value.code == 143 and "Nothing was trained" in capfd.readouterr().err
+    evaluated_steps = [[e["step"] for e in t.state.log_history if "eval_loss" in e] for t in (resumed, whole)]
+    assert evaluated_steps[0] == evaluated_steps[1] == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("is_above", [True, False])
