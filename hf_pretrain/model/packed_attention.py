@@ -195,39 +195,6 @@ def find_visible(
     return None, documents
 
 
-class _ToGroups(torch.autograd.Function):
-    """
-    Copy tokens to slots.
-
-    Autograd's own backward of `index_select` would sum the gradients of all slots of a token. The gradient of a
-    padding slot is zero, so this backward only fetches the gradient of the token's own slot.
-    """
-
-    @staticmethod
-    def forward(ctx, states, gather, scatter):
-        ctx.save_for_backward(scatter)
-        return states.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.index_select(0, *ctx.saved_tensors), None, None
-
-
-class _FromGroups(torch.autograd.Function):
-    """Copy slots back to tokens. Backward gives padding slots a gradient of zero."""
-
-    @staticmethod
-    def forward(ctx, states, scatter):
-        ctx.save_for_backward(scatter)
-        ctx.num_slots = len(states)
-        return states.index_select(0, scatter)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        slots = gradient.new_zeros(ctx.num_slots, *gradient.shape[1:])
-        return slots.index_copy_(0, *ctx.saved_tensors, gradient), None
-
-
 def packed_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -300,11 +267,11 @@ def _attend_in_groups(
     Returns:
         `torch.Tensor` of shape `(num_tokens, num_heads, head_dim)`.
     """
-    gather, scatter = documents.gather, documents.scatter
+    gather = documents.gather
     # (num_tokens, num_heads, head_dim) -> (num_slots, num_heads, head_dim), split into groups
     sizes = [count * length for count, length in documents.groups]
     split = [
-        (states if gather is None else _ToGroups.apply(states, gather, scatter)).split(sizes)
+        (states if gather is None else states.index_select(0, gather)).split(sizes)
         for states in (query, key, value)
     ]
     # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products.
@@ -315,7 +282,7 @@ def _attend_in_groups(
         # (num_documents * length, num_heads, head_dim) -> (num_documents, num_heads, length, head_dim)
         output = attend(*(part.unflatten(0, shape).transpose(1, 2) for part in states), scaling, dropout)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs) if gather is None else _FromGroups.apply(torch.cat(outputs), scatter)
+    return torch.cat(outputs) if gather is None else torch.cat(outputs).index_select(0, documents.scatter)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, dropout: float):
