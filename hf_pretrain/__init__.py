@@ -1,8 +1,8 @@
 """
 hf_pretrain: pretrain and fine-tune MiniMind models with the Hugging Face stack.
 
-Importing the package registers MiniMind with transformers' Auto classes and with peft. Only the model is imported at
-once; every other name is imported on its first use.
+Importing the package registers MiniMind with transformers' Auto classes. Only the model is imported at once; every
+other name is imported on its first use.
 """
 
 import gc
@@ -27,7 +27,6 @@ try:
     from .model.configuration_minimind import MiniMindConfig
     from .model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
     from .model.presets import PRESETS
-    from .weights.adapters import register_peft_defaults
 finally:
     gc.freeze()
     gc.enable()
@@ -37,7 +36,6 @@ AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)
 AutoModel.register(MiniMindConfig, MiniMindModel, exist_ok=True)
 AutoModelForCausalLM.register(MiniMindConfig, MiniMindForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(MiniMindConfig, MiniMindForSequenceClassification, exist_ok=True)
-register_peft_defaults()
 
 _LAZY = {
     "LMTrainingArguments": ".training.training_arguments",

@@ -29,7 +29,7 @@ from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
-from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export, upstream_stage
+from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.models import parse_fields
 from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         generation=args.generation,
         model_name=Path(args.hub_model_id or args.source).name,
-        stage=args.stage or upstream_stage(args.source),
+        stage=args.stage or "full_sft",
         # Let the export write the card, because the card states the measured difference.
         card=partial(
             format_conversion_card,
@@ -100,7 +100,7 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default the source's")
     parser.add_argument(
         "--stage",
-        help="for upstream and lora: first part of the file name; by default the source's, or full_sft; lora",
+        help="for upstream and lora: first part of the file name; by default full_sft, or lora",
     )
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
     parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")

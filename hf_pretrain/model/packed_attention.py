@@ -271,8 +271,7 @@ def _attend_in_groups(
     # (num_tokens, num_heads, head_dim) -> (num_slots, num_heads, head_dim), split into groups
     sizes = [count * length for count, length in documents.groups]
     split = [
-        (states if gather is None else states.index_select(0, gather)).split(sizes)
-        for states in (query, key, value)
+        (states if gather is None else states.index_select(0, gather)).split(sizes) for states in (query, key, value)
     ]
     # NOTE: on a CPU in half precision, torch's kernel takes 1.5 to 4 times as long as plain matrix products.
     is_slow = value.device.type == "cpu" and value.dtype != torch.float32

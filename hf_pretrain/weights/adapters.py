@@ -143,18 +143,6 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
         return _finish(get_peft_model(model, config))
 
 
-def register_peft_defaults() -> None:
-    """Give peft's methods the default `target_modules` of Llama, whose layers have the same names as ours."""
-    if not is_peft_available():
-        return
-    from peft.utils import constants
-
-    # peft has one mapping per method. The ending of their names also finds the mappings of future methods.
-    for name, mapping in vars(constants).items():
-        if name.endswith("_MODULES_MAPPING") and "llama" in mapping:
-            mapping.setdefault("minimind", mapping["llama"])
-
-
 def _finish(adapted: Any) -> Any:
     """
     Set the DDP settings of `MiniMindPreTrainedModel` again: in peft's wrapper, the buffers have other names.

@@ -7,7 +7,7 @@ that a format cannot hold before anything is written.
 
 import copy
 import json
-import re
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,14 +19,13 @@ from transformers.utils import CONFIG_NAME, logging
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
-from ..runtime.names import split_hub_name
 from ..runtime.writing import LOCK_NAME, check_empty, written_whole
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
 from .foreign_configs import write_stock_fields, write_upstream_fields
-from .gguf import check_gguf, read_gguf, write_gguf
+from .gguf import check_tokenizer_for_gguf, read_gguf, write_gguf
 from .importing import load_upstream
-from .layouts import LAYOUTS, describe_layout, is_rotated, stock_layout, to_half_split, unsupported_feature
+from .layouts import GENERATIONS, LAYOUTS, describe_layout, is_rotated, to_half_split, unsupported_feature
 
 
 logger = logging.get_logger(__name__)
@@ -34,8 +33,6 @@ logger = logging.get_logger(__name__)
 EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
-# Our names of the stages, and the names in the file names of MiniMind's scripts.
-UPSTREAM_STAGES = {"pretrain": "pretrain", "sft": "full_sft", "dpo": "dpo", "distill": "full_dist", "grpo": "grpo"}
 
 
 def check_fits(config: MiniMindConfig, layout: str) -> None:
@@ -44,7 +41,7 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
     if part is None:
         return
     fitting = [other for other in LAYOUTS if unsupported_feature(config, other) is None]
-    names = [f"upstream ({other})" if LAYOUTS[other].is_generation else other for other in fitting]
+    names = [f"upstream ({other})" if other in GENERATIONS else other for other in fitting]
     raise UserError(
         f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: "
         f"{', '.join(['minimind', *names])}."
@@ -167,9 +164,8 @@ def export(
             written = read_gguf(write_gguf(converted, aside, tokenizer=tokenizer, **options), model.config)
         else:
             written = _write(converted, aside, target, file_name=upstream_file_name(model.config, stage))
-        name = f"GGUF ({target})" if format == "gguf" else target
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
-        report = compare(_cast(model, torch.float32), written.eval(), name, dtype)
+        report = compare(_cast(model, torch.float32), written.eval(), target, dtype)
         # Its weights are mapped from the files, and Windows renames no file that is mapped.
         del written
         report.check(output_dir, is_exact=dtype == source_dtype)
@@ -194,12 +190,10 @@ def _check_target(
     known = GGUF_TYPES if format == "gguf" else DTYPES
     if dtype not in known:
         raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
-    if format == "gguf":
-        check_gguf(config, tokenizer)
-        target = stock_layout(config)
-    else:
-        target = (generation or default_generation(config)) if format == "upstream" else format
+    target = (generation or default_generation(config)) if format == "upstream" else format
     check_fits(config, target)
+    if format == "gguf":
+        check_tokenizer_for_gguf(tokenizer)
     return target
 
 
@@ -207,7 +201,7 @@ def _write(model: MiniMindForCausalLM, directory: Path, layout: str, *, file_nam
     """Write config and weights in a layout, or as `"minimind"`, and return the model that was read back."""
     if layout == "minimind":
         model.save_pretrained(directory)
-    elif LAYOUTS[layout].is_generation:
+    elif layout in GENERATIONS:
         # MiniMind's own scripts read only a pickled state dict, not safetensors.
         torch.save(to_state_dict(model, layout), directory / file_name)
         fields = json.dumps(write_upstream_fields(model.config, layout), indent=2)
@@ -225,14 +219,6 @@ def upstream_file_name(config: MiniMindConfig, stage: str) -> str:
     return f"{stage}_{config.hidden_size}{'_moe' if config.num_experts else ''}.pth"
 
 
-def upstream_stage(source: str | Path) -> str:
-    """Return MiniMind's name of the stage, from the file or directory name of `source`; by default `full_sft`."""
-    repo_id, file = split_hub_name(str(source))
-    name = Path(file or repo_id).name
-    match = re.fullmatch(r"(\w+?)_\d+(_moe)?\.pth", name)
-    return match[1] if match else UPSTREAM_STAGES.get(name.partition("-")[0], "full_sft")
-
-
 def _add_older_names(config_file: Path) -> None:
     """
     Add the fields of a stock config.json under the names that transformers 4 reads.
@@ -242,7 +228,11 @@ def _add_older_names(config_file: Path) -> None:
     """
     # transformers 5 has already written the fields under its own names.
     fields = json.loads(config_file.read_text(encoding="utf-8"))
-    scaling = dict(fields["rope_parameters"])
+    scaling = fields["rope_parameters"]
+    if "attention_factor" in scaling:
+        # vLLM multiplies this factor by 0.1 ln(factor) + 1, and does not read `attention_factor`.
+        scaling["attn_factor"] = scaling["attention_factor"] / (0.1 * math.log(scaling["factor"]) + 1)
+    scaling = dict(scaling)
     fields["rope_theta"] = scaling.pop("rope_theta")
     if scaling["rope_type"] != "default":
         fields["rope_scaling"] = scaling

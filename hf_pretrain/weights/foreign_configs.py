@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..runtime.errors import UserError
-from .layouts import LAYOUTS, V3_YARN
+from .layouts import GENERATIONS, LAYOUTS
 
 
 # Fields of MiniMind's own configs that our config expresses by other fields. Users may pass them all the same.
@@ -23,14 +23,6 @@ UPSTREAM_FIELDS = frozenset(
 # Other programs' names of our fields.
 _RENAMES = {"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
 _RENAMES |= {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
-# Fields for which MiniMind's code has defaults, and the names under which a config may give them.
-_ASSUMED = {
-    "rms_norm_eps": {"rms_norm_eps", "norm_eps"},
-    "rope_parameters": {"rope_parameters", "rope_theta"},
-    "max_position_embeddings": {"max_position_embeddings", "max_seq_len"},
-    "router_aux_loss_coef": {"router_aux_loss_coef", "aux_loss_alpha"},
-    "norm_topk_prob": {"norm_topk_prob", "moe_norm_min"},
-}
 # Fields that have the same name and meaning in every config but v1's, which `MiniMindConfig.attribute_map` translates.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SHARED = (*_SIZES, "hidden_act", "bos_token_id", "eos_token_id")
@@ -93,22 +85,16 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
         if flat.get(name, plain) != plain:
             raise UserError(f"MiniMind has no such feature: {name}={flat[name]} in the config.")
 
-    is_generation = LAYOUTS[layout].is_generation
     given = {name: raw[name] for name in (*_MODERN, "dropout") if name in raw}
     given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
     given["rope_parameters"] = _read_rope(raw, layout)
     # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
     given["max_position_embeddings"] = _POSITIONS if layout == "v1" else raw.get("max_position_embeddings", _POSITIONS)
-    given["upstream_generation"] = layout if is_generation else None
+    given["upstream_generation"] = layout if layout in GENERATIONS else None
     given["upstream_max_seq_len"] = raw.get("max_position_embeddings") if layout == "v1" else None
     if has_experts:
         given |= _read_router_fields(raw, layout)
     return {name: value for name, value in given.items() if value is not None}
-
-
-def assumed_fields(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `given` that `raw` does not set, so that they have the defaults of MiniMind's code."""
-    return {name: value for name, value in given.items() if name in _ASSUMED and not raw.keys() & _ASSUMED[name]}
 
 
 def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -155,7 +141,9 @@ def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
 def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     """Translate the fields of the rotary table into `rope_parameters`."""
     rope = {name: value for name, value in raw.get("rope_parameters", {}).items() if value is not None}
-    rope.pop("type", None)
+    # The old name of `rope_type`, and vLLM's form of `attention_factor`.
+    for name in ("type", "attn_factor"):
+        rope.pop(name, None)
     if "rope_theta" in raw:
         rope["rope_theta"] = raw["rope_theta"]
     if layout == "v1" and "rope_theta" not in rope:
@@ -163,26 +151,15 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
             "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
             "MiniMind-V1 of 2024, whose config.json lacks it)."
         )
-    if not LAYOUTS[layout].is_generation:
+    if layout not in GENERATIONS:
         return rope
-    # 1e6 is the default of MiniMind's code from v2 on.
-    theta = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
-    if not raw.get("inference_rope_scaling"):
-        return theta
-    # The field's name depends on the version of transformers that wrote the file.
-    scaling = raw.get("rope_scaling") or rope
-    if layout == "v3" and "factor" not in scaling:
-        scaling = V3_YARN
-    if "attention_factor" not in scaling:
+    if raw.get("inference_rope_scaling"):
         raise UserError(
-            "inference_rope_scaling=true was another formula before 2025-12, and this config.json does not say that "
-            "it is the newer one. Set it to false, as these models are trained, or give rope_scaling with its "
-            "attention_factor."
+            "inference_rope_scaling=true extends the positions of a trained model. Convert it with `--config "
+            "inference_rope_scaling=false`, and pass --inference_rope_scaling to chat, serve or evaluate."
         )
-    # MiniMind's code scales only a table that is longer than the original one.
-    if raw.get("max_position_embeddings", _POSITIONS) <= scaling["original_max_position_embeddings"]:
-        return theta
-    return theta | {"rope_type": "yarn"} | {name: scaling[name] for name in V3_YARN if name in scaling}
+    # 1e6 is the default of MiniMind's code from v2 on.
+    return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
 
 
 def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
@@ -226,7 +203,6 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
         return fields | {
             "head_dim": config.head_dim,
             "tie_word_embeddings": config.tie_word_embeddings,
-            "inference_rope_scaling": config.rope_parameters["rope_type"] == "yarn",
             # The config of a dense model holds the default of MiniMind's code.
             "num_experts": config.num_experts or 4,
             "moe_intermediate_size": width,

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, needing_extra
-from .layouts import is_rotated, stock_layout, to_half_split, to_interleaved, unsupported_feature
+from .layouts import is_rotated, stock_layout, to_half_split, to_interleaved
 
 
 # transformers' names of the architectures, and llama.cpp's names for them.
@@ -47,22 +47,17 @@ def _gguf() -> Any:
     return gguf
 
 
-def check_gguf(config: MiniMindConfig, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raise `ValueError` for features and tokenizers that a GGUF file cannot describe."""
+def check_tokenizer_for_gguf(tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raise `ValueError` for a tokenizer that a GGUF file cannot describe, or if the package is missing."""
     _gguf()
-    if problem := unsupported_feature(config, "gguf"):
-        raise UserError(f"No GGUF: {problem}. Formats that can hold this model: minimind, {stock_layout(config)}.")
     if tokenizer is None:
         return
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     splits = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
-    # llama.cpp ignores these options of a BPE model.
-    ignored = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
     if (
         backend["normalizer"] is not None
         or splits != {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
         or backend["model"]["type"] != "BPE"
-        or any(backend["model"].get(name) for name in ignored)
     ):
         raise UserError(
             "No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer does not. Use a byte-level BPE, as "

@@ -22,7 +22,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
-from .foreign_configs import assumed_fields, merge_fields, read_fields
+from .foreign_configs import merge_fields, read_fields
 from .layouts import LAYOUTS, describe_layout
 from .weight_files import read_json, read_tensors, resolve
 
@@ -87,10 +87,11 @@ def load_upstream(
     _check_finite(model, path)
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
-    sizes = ", ".join(f"{name}={value}" for name, value in inferred.items())
-    assumed = assumed_fields(raw, given)
-    defaults = f" No config gives these, so MiniMind's defaults are used: {assumed}." if assumed else ""
-    logger.warning(f"{path}: {describe_layout(layout)}, {file_dtype}. From the shapes: {sizes}.{defaults}")
+    sizes, rest = (", ".join(f"{name}={value}" for name, value in part.items()) for part in (inferred, given))
+    logger.warning(
+        f"{path}: {describe_layout(layout)}, {file_dtype}. From the shapes: {sizes}. From the config, or else by "
+        f"default: {rest}."
+    )
     return model
 
 

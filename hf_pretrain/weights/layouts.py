@@ -37,18 +37,14 @@ class WeightLayout:
     Names and shapes of one program's weights.
 
     Args:
-        is_generation (`bool`): `True` for a MiniMind release, `False` for an architecture of transformers.
         has_qk_norm (`bool`): whether the attention has query and key norms.
-        has_experts (`bool`, *optional*): whether the models have experts; `None` if there are both kinds.
         half_split (`bool`): whether the channels `(i, i + head_dim / 2)` rotate together; otherwise neighbours do.
         lists_shared_experts (`bool`): whether shared experts are a list; otherwise they are one MLP of their summed
             width.
         renames (`tuple`): pairs of a part of this package's tensor names and its replacement, applied in order.
     """
 
-    is_generation: bool = False
     has_qk_norm: bool = False
-    has_experts: bool | None = None
     half_split: bool = True
     lists_shared_experts: bool = False
     renames: tuple[tuple[str, str], ...] = ()
@@ -95,15 +91,6 @@ class WeightLayout:
         return torch.cat(parts, dim=int("down_proj" in name)) if len(parts) > 1 else parts[0]
 
 
-# YaRN as v3 computes it, and v2 since 2025-12. The values are in upstream's code, and its config.json may lack them.
-V3_YARN = {
-    "factor": 16.0,
-    "original_max_position_embeddings": 2048,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "attention_factor": 1.0,
-}
-
 # The order matters: "model.embed_tokens" must be renamed before "model." is removed.
 _V1_NAMES = (
     ("model.embed_tokens", "tok_embeddings"),
@@ -119,19 +106,20 @@ _V1_NAMES = (
     ("up_proj", "w3"),
 )
 LAYOUTS = {
-    "v1": WeightLayout(is_generation=True, half_split=False, renames=_V1_NAMES),
-    "v2": WeightLayout(is_generation=True, lists_shared_experts=True),
-    "v3": WeightLayout(is_generation=True, has_qk_norm=True),
-    "llama": WeightLayout(has_experts=False),
-    "qwen3": WeightLayout(has_experts=False, has_qk_norm=True),
-    "qwen3_moe": WeightLayout(has_experts=True, has_qk_norm=True),
-    "ernie4_5_moe": WeightLayout(has_experts=True, half_split=False),
+    "v1": WeightLayout(half_split=False, renames=_V1_NAMES),
+    "v2": WeightLayout(lists_shared_experts=True),
+    "v3": WeightLayout(has_qk_norm=True),
+    "llama": WeightLayout(),
+    "qwen3": WeightLayout(has_qk_norm=True),
+    "qwen3_moe": WeightLayout(has_qk_norm=True),
+    "ernie4_5_moe": WeightLayout(half_split=False),
 }
+GENERATIONS = {"v1", "v2", "v3"}
 
 
 def describe_layout(layout: str) -> str:
     """Return the name of a layout for messages."""
-    return f"MiniMind {layout}" if LAYOUTS[layout].is_generation else layout
+    return f"MiniMind {layout}" if layout in GENERATIONS else layout
 
 
 def stock_layout(config: MiniMindConfig) -> str:
@@ -146,44 +134,29 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
     Return a feature of the model that `layout` (a key of `LAYOUTS`, `"minimind"` or `"gguf"`) cannot hold, or `None`
     if it can hold the whole model.
     """
-    if layout == "minimind":
-        return None
-    if layout == "gguf":
-        return _unsupported_in_gguf(config)
-    target, has_experts = LAYOUTS[layout], config.num_experts > 0
-    is_v1, is_v1_or_v2 = layout == "v1", layout in ("v1", "v2")
-    rope, length = config.rope_parameters, config.max_position_embeddings
-    # v3's code has fixed constants of YaRN, and applies them only to tables longer than the original length.
-    v3_yarn = V3_YARN | {"rope_type": "yarn", "rope_theta": rope["rope_theta"]}
-    is_v3_yarn = layout == "v3" and rope == v3_yarn and length > rope["original_max_position_embeddings"]
-    parts = {
-        "experts": target.has_experts is False and has_experts,
-        "dense layers (no experts)": target.has_experts is True and not has_experts,
-        "q/k norms": config.qk_norm and not target.has_qk_norm,
-        "attention without q/k norms": target.has_qk_norm and not config.qk_norm,
-        "shared experts": layout in ("v3", "qwen3_moe") and has_experts and config.num_shared_experts > 0,
-        "several shared experts": is_v1 and has_experts and config.num_shared_experts > 1,
-        "an untied output head": is_v1_or_v2 and not config.tie_word_embeddings,
+    has_experts = config.num_experts > 0
+    is_top_1 = has_experts and config.num_experts_per_tok == 1
+    # Each feature: whether the model has it, and the layouts that cannot hold it.
+    features = {
+        "experts": (has_experts, {"llama", "qwen3"}),
+        "dense layers (no experts)": (not has_experts, {"qwen3_moe", "ernie4_5_moe"}),
+        "q/k norms": (config.qk_norm, {"v1", "v2", "llama", "ernie4_5_moe"}),
+        "attention without q/k norms": (not config.qk_norm, {"v3", "qwen3", "qwen3_moe"}),
+        "shared experts": (has_experts and config.num_shared_experts > 0, {"v3", "qwen3_moe"}),
+        "several shared experts": (has_experts and config.num_shared_experts > 1, {"v1"}),
+        "an untied output head": (not config.tie_word_embeddings, {"v1", "v2"}),
         "a head_dim other than hidden_size / num_attention_heads": (
-            is_v1_or_v2 and config.head_dim * config.num_attention_heads != config.hidden_size
+            config.head_dim * config.num_attention_heads != config.hidden_size,
+            {"v1", "v2"},
         ),
         # v1 and v2 never normalise at top-1, because normalising would make every weight 1.
-        "normalised top-1 routing": (
-            is_v1_or_v2 and has_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob
-        ),
-        "these scaled rotary positions": target.is_generation and rope["rope_type"] != "default" and not is_v3_yarn,
-        f"the activation {config.hidden_act}": is_v1 and config.hidden_act != "silu",
-        "more than the 32,768 positions of its table": is_v1 and length > 32768,
+        "normalised top-1 routing": (is_top_1 and config.norm_topk_prob, {"v1", "v2"}),
+        # llama.cpp always normalises.
+        "routing weights that are not normalised": (has_experts and not config.norm_topk_prob, {"gguf"}),
+        "scaled rotary positions": (config.rope_parameters["rope_type"] != "default", {*GENERATIONS, "gguf"}),
+        f"the activation {config.hidden_act}": (config.hidden_act != "silu", {"v1", "gguf"}),
+        "more than the 32,768 positions of its table": (config.max_position_embeddings > 32768, {"v1"}),
     }
-    return next((part for part, is_there in parts.items() if is_there), None)
-
-
-def _unsupported_in_gguf(config: MiniMindConfig) -> str | None:
-    rope_type = config.rope_parameters["rope_type"]
-    if config.num_experts and not config.norm_topk_prob:
-        return "llama.cpp always normalises the top-k probabilities, this model does not (norm_topk_prob=False)"
-    if rope_type != "default":
-        return f"scaled rotary positions ({rope_type}) cannot be exported to GGUF"
-    if config.hidden_act != "silu":
-        return f"llama.cpp's graphs use the activation silu, this model uses {config.hidden_act}"
-    return None
+    # A GGUF file holds the weights of a stock architecture.
+    targets = {layout, stock_layout(config)} if layout == "gguf" else {layout}
+    return next((name for name, (is_there, lacking) in features.items() if is_there and targets & lacking), None)

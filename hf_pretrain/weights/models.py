@@ -23,13 +23,13 @@ from ..runtime.parser import ConfigLoader
 from ..tokenizer.pretrained import add_words, check_tokenizer, load_tokenizer
 from .adapters import adapter_base, load_adapter
 from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
-from .layouts import V3_YARN
 
 
 logger = logging.get_logger(__name__)
 # Stands for the width of a model whose config is not at hand; the width of minimind2-small.
 UNKNOWN_WIDTH = 512
-# The length and the factor of YaRN in MiniMind's `--inference_rope_scaling`.
+# MiniMind's YaRN, and the length and the factor of its `--inference_rope_scaling`.
+_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 MINIMIND_YARN = "2048:16"
 
 
@@ -87,7 +87,7 @@ def extend_positions(config: MiniMindConfig, text: str) -> MiniMindConfig:
     try:
         length, factor = text.split(":")
         numbers = {"original_max_position_embeddings": int(length), "factor": float(factor)}
-        yarn = V3_YARN | numbers | {"rope_type": "yarn", "rope_theta": config.rope_parameters["rope_theta"]}
+        yarn = _YARN | numbers | {"rope_theta": config.rope_parameters["rope_theta"]}
         return MiniMindConfig.from_dict(config.to_dict() | {"rope_parameters": yarn})
     except ValueError as error:
         raise UserError(f"--inference_rope_scaling {text} is not of the form {MINIMIND_YARN}: {error}") from error

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
@@ -176,37 +173,6 @@ def test_a_list_of_shared_experts_equals_one_wide_expert(num_shared, tmp_path):
     assert_near(model.model.layers[1].mlp.shared_experts(states), expected, rel=1e-6)
 
 
-def test_v3_yarn_follows_its_formula():
-    """Compare with the table that v3 computes under inference_rope_scaling, written out."""
-    model = load_upstream(
-        GOLDEN / "C_dense", config={"inference_rope_scaling": True, "max_position_embeddings": 32768}
-    )
-    dim, base, original, factor = 8, 1e6, 2048, 16
-    frequencies = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
-
-    def boundary(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = max(math.floor(boundary(32)), 0), min(math.ceil(boundary(1)), dim // 2 - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = frequencies * (1 - ramp + ramp / factor)
-    angles = torch.outer(torch.arange(32768).float(), frequencies)
-    torch.testing.assert_close(model.model.rotary_emb.pos_cis, torch.polar(torch.ones_like(angles), angles))
-    # transformers 5 and 4 write it in these forms. A table no longer than the original is not scaled.
-    yarn = {"factor": 16, "original_max_position_embeddings": 2048, "beta_fast": 32, "beta_slow": 1, "type": "yarn"}
-    long = {"inference_rope_scaling": True, "max_position_embeddings": 32768}
-    for fields in (
-        {"rope_parameters": yarn | {"attention_factor": 1.0}},
-        {"rope_scaling": yarn | {"attention_factor": 1.0}},
-    ):
-        again = load_upstream(GOLDEN / "B_dense", config=long | fields)
-        assert torch.equal(again.model.rotary_emb.pos_cis, model.model.rotary_emb.pos_cis)
-        short = load_upstream(GOLDEN / "B_dense", config=long | fields | {"max_position_embeddings": 2048})
-        assert short.config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
-        with pytest.raises(ValueError, match="another formula before 2025-12"):
-            load_upstream(GOLDEN / "B_dense", config=long | {name: yarn for name in fields})
-
-
 class Payload:
     def __init__(self, path: Path):
         self.path = path
@@ -278,7 +244,8 @@ def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
         ("B_dense", {"num_attention_heads": 0}, "num_attention_heads=0; it must be a whole number of at least 1"),
         ("B_dense", {"num_attention_heads": "4"}, "num_attention_heads='4'; it must be a whole number"),
         ("B_dense", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan; it must be a number above 0"),
-        ("C_dense", {"inference_rope_scaling": True, "rope_scaling": {"factor": "x"}}, "factor='x'; it must be a num"),
+        ("C_dense", {"rope_scaling": {"factor": "x"}}, "factor='x'; it must be a number above 0"),
+        ("C_dense", {"inference_rope_scaling": True}, "pass --inference_rope_scaling to chat"),
         ("A_dense", {"rope_theta": None}, "The base of v1.s rotary table is unknown"),
         ("B_dense", {"bos_token_id": "x"}, "bos_token_id"),
     ],

@@ -25,7 +25,6 @@ from hf_pretrain.weights.exporting import (
     check_fits,
     export,
     to_stock_model,
-    upstream_stage,
 )
 from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.gguf import FILE_NAME, gguf_tensors
@@ -127,9 +126,9 @@ def test_every_format_that_fits_is_exact_and_loads_again(name, build_model, inpu
         if "norm" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     fitting = [format for format in LAYOUTS if unsupported_feature(model.config, format) is None]
-    assert any(not LAYOUTS[format].is_generation for format in fitting)
+    assert fitting
     for format in fitting:
-        generation = format if LAYOUTS[format].is_generation else None
+        generation = format if format in ("v1", "v2", "v3") else None
         report = export(model, tmp_path / format, "upstream" if generation else format, generation=generation)
         assert report.relative_difference <= 1e-5
         again = load_upstream(tmp_path / format)
@@ -219,28 +218,6 @@ def test_an_export_without_a_tokenizer_warns(build_model, tmp_path, caplog):
 
 
 MOE = {"num_experts": 4, "num_shared_experts": 1}
-V3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 2048}
-V3_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-
-
-@pytest.mark.parametrize(
-    "change, positions, fits",
-    [
-        ({}, 32768, True),
-        ({"rope_theta": 5e5}, 32768, True),
-        ({"attention_factor": None}, 32768, False),  # None removes the field
-        ({"factor": 8.0}, 32768, False),
-        ({}, 2048, True),  # building the model extends the table to 32,768 positions
-    ],
-)
-def test_v3_holds_only_its_own_yarn(change, positions, fits, build_model, tmp_path):
-    rope = {name: value for name, value in (V3_ROPE | change).items() if value is not None}
-    model = build_model(qk_norm=True, max_position_embeddings=positions, rope_parameters=rope)
-    assert (unsupported_feature(model.config, "v3") is None) == fits
-    if fits:
-        export(model, tmp_path / "out", "upstream", generation="v3")
-        table = load_upstream(tmp_path / "out").model.rotary_emb.pos_cis
-        assert torch.equal(table, model.model.rotary_emb.pos_cis)
 
 
 @torch.no_grad()
@@ -333,19 +310,6 @@ def test_a_failed_export_leaves_nothing(build_model, tmp_path):
     with pytest.raises(RuntimeError, match="not the same model: .* nan"):
         export(model, tmp_path / "b/c", "llama")
     assert [path.name for path in tmp_path.rglob("*")] == ["b"]
-
-
-@pytest.mark.parametrize(
-    "source, overrides, expected",
-    [
-        ("out/sft-tiny", {}, "full_sft_32.pth"),
-        ("out/pretrain", {"num_experts": 4}, "pretrain_32_moe.pth"),
-        ("jingyaogong/minimind:pretrain_512.pth", {}, "pretrain_32.pth"),
-    ],
-)
-def test_upstream_files_have_the_names_that_its_scripts_look_for(source, overrides, expected, build_model, tmp_path):
-    export(build_model(**overrides), tmp_path / "out", "upstream", stage=upstream_stage(source))
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {expected, "config.json"}
 
 
 TEXT = "The river 河流 walks, 12345 steps <|im_start|>user\n你好  world<|im_end|><think>'s"
@@ -482,9 +446,9 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(with_vocabulary
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        ({"num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": False}, "always normalises .*ernie4_5_moe"),
-        ({"hidden_act": "gelu"}, "this model uses gelu"),
-        (GENERATIONS["yarn"], "yarn"),
+        ({"num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": False}, "not normalised. .*ernie4_5_moe"),
+        ({"hidden_act": "gelu"}, "the activation gelu"),
+        (GENERATIONS["yarn"], "scaled rotary positions"),
         ({"num_experts": 4, "qk_norm": True, "num_shared_experts": 1}, "shared experts"),
     ],
 )

@@ -9,8 +9,9 @@ from peft import LoraConfig, get_peft_model
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights.adapters import merge_adapter
-from hf_pretrain.weights.exporting import stock_layout, to_state_dict, to_stock_model
+from hf_pretrain.weights.exporting import to_state_dict, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
+from hf_pretrain.weights.layouts import stock_layout
 from hf_pretrain.weights.upstream_lora import load_merged, merge_upstream_lora, write_upstream_lora
 from tests.weights.test_adapters import adapt
 

@@ -6,6 +6,7 @@ This proves names, shapes, and the fields of the config. It proves neither numbe
 """
 
 import json
+import math
 
 import pytest
 from safetensors.torch import load_file
@@ -27,8 +28,9 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen
 FIELDS = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
 FIELDS |= {"head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "vocab_size"}
 MOE_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"}
+YARN = {"rope_type": "yarn", "rope_theta": 3e4, "factor": 4.0, "original_max_position_embeddings": 64}
 OVERRIDES = {
-    "llama": {"num_key_value_heads": 2},
+    "llama": {"num_key_value_heads": 2, "rope_parameters": YARN | {"attention_factor": 1.2}},
     "qwen3": {"num_key_value_heads": 2, "qk_norm": True, "tie_word_embeddings": False},
     "qwen3_moe": {"num_key_value_heads": 2, "qk_norm": True, "num_experts": 3, "moe_intermediate_size": 24},
 }
@@ -78,14 +80,17 @@ def target(name: str) -> tuple[str, object]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_vllm_finds_every_parameter_and_field(architecture, tmp_path):
     tokenizer = train_tokenizer(["the river walks"] * 4, vocab_size=300)
-    model = toy_model(
-        vocab_size=300, rope_parameters={"rope_type": "default", "rope_theta": 3e4}, **OVERRIDES[architecture]
-    )
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}
+    model = toy_model(vocab_size=300, **rope | OVERRIDES[architecture])
     export(model, tmp_path / "out", architecture, tokenizer=tokenizer)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == [ARCHITECTURES[architecture]] and config["model_type"] == architecture
     assert config.keys() >= FIELDS | (MOE_FIELDS if architecture == "qwen3_moe" else set())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 3e4
+    # vLLM multiplies `attn_factor` by what YaRN's paper gives.
+    if architecture == "llama":
+        for name in ("rope_parameters", "rope_scaling"):
+            assert config[name]["attn_factor"] * (0.1 * math.log(4) + 1) == pytest.approx(1.2)
     # vLLM has no other activation, and reads a bias that these layers do not have.
     assert config["hidden_act"] == "silu" and not config.get("attention_bias") and not config.get("mlp_bias")
     assert not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
