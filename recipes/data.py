@@ -12,12 +12,11 @@ Names are those of `--dataset_name`: embedded[:part], files, globs, directories,
 owner/name[:config][@revision] on the Hub. The command reads the split `train` of a Hub dataset, as training does.
 
 `inspect` prints the number of records and bad lines, the lengths in tokens, the shares of duplicates and languages,
-some records as the model sees them, and the tokens per parameter for each model preset.
+some records as the model sees them, and the size of the model that the data suffice for.
 
 `clean` drops bad lines, short and repetitive records, exact and near duplicates, and records that share 60 characters
 in a row with `--held_out` data or with the examples of `--held_out_tasks`. It writes the other records as JSONL.
-`<output>.dropped` lists each dropped record with its line or row and the reason. `<output>.report.json` holds the
-number of records per reason.
+`<output>.dropped` lists each dropped record with its line or row and the reason.
 """
 
 import argparse
@@ -41,16 +40,15 @@ def main(args: argparse.Namespace) -> None:
         from hf_pretrain.stages.lm_eval_tasks import read_questions
 
         questions = read_questions(expand_tasks(args.held_out_tasks))
-    report = clean_data(
+    counts = clean_data(
         args.names,
         args.output,
         CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates),
         text_column=args.text_column,
         held_out=args.held_out,
-        held_out_column=args.held_out_column,
         more_held_out=questions,
     )
-    print(f"{report}\nWrote {args.output}, and beside it the dropped records and the report.")
+    print(f"{counts}\nWrote {args.output}, and beside it the list of the dropped records.")
 
 
 def make_parser() -> RecipeParser:
@@ -74,7 +72,6 @@ def make_parser() -> RecipeParser:
         "--held_out_tasks",
         help="evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas",
     )
-    rules.add_argument("--held_out_column", default="text", help="column that holds the held-out text")
     rules.add_argument("--min_chars", type=int, default=default.min_chars, help="least number of characters")
     rules.add_argument(
         "--max_repeated_lines",

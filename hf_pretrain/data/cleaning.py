@@ -6,14 +6,13 @@ table A1; https://arxiv.org/abs/1910.10683, section 2.2). The library datasketch
 locality-sensitive hashing (https://en.wikipedia.org/wiki/MinHash).
 """
 
-import dataclasses
 import hashlib
 import itertools
 import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +60,11 @@ class CleaningRules:
                 raise UserError(f"--{name} {value} must lie between {least} and 1.")
 
 
-@dataclass
-class CleaningReport:
-    """
-    The result of a cleaning.
-
-    Args:
-        num_records (`int`), num_kept (`int`): number of records that were read, and that were written.
-        dropped (`Counter`): number of dropped records for each reason.
-    """
-
-    num_records: int = 0
-    num_kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        lines = [f"{self.num_records:,} records read, {self.num_kept:,} kept, {self.dropped.total():,} dropped"]
-        lines += [f"  {number:>10,}  {reason}" for reason, number in self.dropped.most_common()]
-        return "\n".join(lines)
+def describe_counts(num_kept: int, dropped: Counter[str]) -> str:
+    """Return the result of a cleaning as text: the number of good records, and of dropped ones for each reason."""
+    total = dropped.total()
+    lines = [f"{num_kept + total:,} records read, {num_kept:,} kept, {total:,} dropped"]
+    return "\n".join([*lines, *(f"  {number:>10,}  {reason}" for reason, number in dropped.most_common())])
 
 
 def normalize(text: str) -> str:
@@ -195,8 +181,7 @@ def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
     """
     for record in records:
         if record.reason:
-            reason = record.reason.replace("--text_column", "--held_out_column")
-            raise UserError(f"--held_out {record.source}:{record.line} cannot be read: {reason}.")
+            raise UserError(f"--held_out {record.source}:{record.line} cannot be read: {record.reason}.")
         yield plain_text(record)
 
 
@@ -225,25 +210,15 @@ def _write_line(record: Record) -> str:
     return write_json(record.content)
 
 
-def output_files(path: Path) -> tuple[Path, Path, Path]:
-    """
-    Return the files that a cleaning with the output `path` writes: good records, dropped records and report.
-
-    Raises:
-        `ValueError`: if `path` is not the name of a JSONL file.
-    """
-    if path.suffix != ".jsonl":
-        raise UserError(f"--output {path}: the command writes JSONL, so end the name in .jsonl.")
-    return path, path.with_name(f"{path.name}.dropped"), path.with_name(f"{path.name}.report.json")
-
-
 def check_unused(output: str) -> None:
     """
     Raise `ValueError` if a file exists that a cleaning with this output writes; also if the output is empty, inside a
     checkpoint, or not the name of a JSONL file.
     """
     check_output(output, "--output")
-    for file in output_files(Path(output)):
+    if not output.endswith(".jsonl"):
+        raise UserError(f"--output {output}: the command writes JSONL, so end the name in .jsonl.")
+    for file in (Path(output), Path(f"{output}.dropped")):
         if file.exists():
             raise UserError(f"{file} exists. Choose another --output, or delete this file.")
 
@@ -255,17 +230,16 @@ def clean_data(
     *,
     text_column: str = "text",
     held_out: list[str] | None = None,
-    held_out_column: str = "text",
     more_held_out: Iterable[str] = (),
-) -> CleaningReport:
+) -> str:
     """
-    Clean data: write the good records, the dropped ones, and the report with the rules.
+    Clean data: write the good records and the dropped ones. Return the counts as text.
 
     Args:
         names (`list[str]`), held_out (`list[str]`, *optional*): data and held-out data, named as in `--dataset_name`.
-        output (`str`): the JSONL file to write. The two other files are beside it.
+        output (`str`): the JSONL file to write. The list of the dropped records is beside it.
         rules ([`CleaningRules`]): the limits.
-        text_column (`str`), held_out_column (`str`): keys of the text in the data and in the held-out data.
+        text_column (`str`): key of the text.
         more_held_out (`Iterable[str]`): further held-out texts.
 
     Raises:
@@ -273,25 +247,23 @@ def clean_data(
     """
     # Report a mistake before the work starts.
     check_unused(output)
-    path, _, report_path = output_files(Path(output))
+    path = Path(output)
     sources, held_out_sources = list_sources(names), list_sources(held_out or [])
-    texts = held_out_texts(read_records(held_out_sources, text_column=held_out_column))
+    texts = held_out_texts(read_records(held_out_sources, text_column=text_column))
     finder = OverlapFinder(itertools.chain(texts, more_held_out))
     with written_whole(path.parent, lock=f".{path.name}.lock") as scratch:
         # Another process may have written them since the first check.
         check_unused(output)
-        report = write_cleaned(read_records(sources, text_column=text_column), scratch / path.name, rules, finder)
-        content = {"sources": names, "rules": dataclasses.asdict(rules), **vars(report)}
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        (scratch / report_path.name).write_text(text, encoding="utf-8")
-    return report
+        counts = write_cleaned(read_records(sources, text_column=text_column), scratch / path.name, rules, finder)
+    return describe_counts(*counts)
 
 
 def write_cleaned(
     records: Iterable[Record], path: Path, rules: CleaningRules, held_out: OverlapFinder
-) -> CleaningReport:
+) -> tuple[int, Counter[str]]:
     """
-    Write the good records as JSONL, and list the dropped ones with line and reason in `<path>.dropped`.
+    Write the good records as JSONL, and list the dropped ones with line and reason in `<path>.dropped`. Return the
+    number of good records, and the number of dropped ones for each reason.
 
     Args:
         records (`Iterable[Record]`): the result of [`~data.records.read_records`].
@@ -303,23 +275,21 @@ def write_cleaned(
     Raises:
         `ValueError`: if no record is good.
     """
-    report = CleaningReport()
-    path, dropped_path, _ = output_files(path)
+    num_kept, reasons = 0, Counter[str]()
     with (
         path.open("w", encoding="utf-8") as kept,
-        dropped_path.open("w", encoding="utf-8") as dropped,
+        path.with_name(f"{path.name}.dropped").open("w", encoding="utf-8") as dropped,
         progress("cleaning") as bar,
     ):
         for record, line, reason in clean_records(records, rules, held_out):
-            report.num_records += 1
             bar.update()
             if reason:
-                report.dropped[reason] += 1
+                reasons[reason] += 1
                 where = {"source": record.source, "line": record.line, "reason": reason}
                 dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
             else:
-                report.num_kept += 1
+                num_kept += 1
                 kept.write(line + "\n")
-    if not report.num_kept:
-        raise UserError(f"No record is left, so {path.name} is not written: {report}.")
-    return report
+    if not num_kept:
+        raise UserError(f"No record is left, so {path.name} is not written: {describe_counts(num_kept, reasons)}.")
+    return num_kept, reasons

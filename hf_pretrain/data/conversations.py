@@ -9,7 +9,6 @@ the assistant. Instead of `messages`, a preference has `prompt`, `chosen` and `r
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .formats import BadRecord, json_type, write_json
@@ -27,29 +26,28 @@ from .messages import (
 )
 
 
-# A record is of the first kind whose fields it has.
-CONVERSATION_KEYS = {
-    "messages": {"messages"},
-    "minimind": {"conversations"},
-    "sharegpt": {"conversations"},
-    "prompt_completion": {"prompt", "completion"},
-    "alpaca": {"instruction", "output"},
-}
+# The fields of each kind of conversation. A record is of the first kind whose fields it has.
+CONVERSATION_KEYS: tuple[tuple[str, ...], ...] = (
+    ("messages",),
+    ("conversations",),  # of MiniMind and ShareGPT
+    ("prompt", "completion"),
+    ("instruction", "output"),  # of Alpaca
+)
 # Variables of chat templates that a record must not replace.
 _RESERVED_KWARGS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt", "self", "range"}
 
 
-def read_conversation(record: Any, *, kind: str | None = None) -> str:
+def read_conversation(record: Any) -> str:
     """
     Read the conversation of one record.
+
+    Records with `messages`, and with `prompt` and `completion` (texts or lists of messages), are in TRL's formats.
+    `conversations` holds MiniMind's messages, the first of which may hold the tools, or ShareGPT's with `from` and
+    `value`. Alpaca's records may lack `input` and `history`. A field `system` becomes the first message of any kind.
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`. Fields that are null count as absent, because a table
             holds every column in every row. So do empty texts, as CSV files have no nulls. A list may be JSON text.
-        kind (`str`, *optional*): a key of `CONVERSATION_KEYS`; the default is the first one whose fields are present.
-            `messages` and `prompt_completion` are TRL's formats; the latter holds texts or lists of messages.
-            `minimind` has its `tools` in the first message. `sharegpt` writes messages as `from` and `value`. `alpaca`
-            may lack `input` and `history`. In every kind, a field `system` becomes the first message.
 
     Returns:
         `str`: JSON in the internal form.
@@ -59,7 +57,7 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
             one of its answers is empty.
     """
     record = _check_record(record)
-    messages, tools = _read_kind(record, _find_kind(record, kind))
+    messages, tools = _read_kind(record, _find_kind(record))
     if not is_blank(record.get("system")) and messages[0]["role"] != "system":
         messages = [make_message("system", as_text(record["system"], "system")), *messages]
     if not any(message["role"] == "assistant" for message in messages):
@@ -72,30 +70,26 @@ def read_conversation(record: Any, *, kind: str | None = None) -> str:
     return _write(parts, record, tools)
 
 
-def _find_kind(record: dict[str, Any], kind: str | None) -> str:
-    """Return the kind of a record, by default the first one whose fields it has; raise `BadRecord` without them."""
-    # If a record has the fields of several kinds, the order of `CONVERSATION_KEYS` decides, but not by an empty field.
-    if kind is None:
-        for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
-            kind = kind or next((kind for kind, keys in CONVERSATION_KEYS.items() if names >= keys), None)
-    if kind is not None and record.keys() >= CONVERSATION_KEYS[kind]:
-        return kind
-    kinds = CONVERSATION_KEYS.values() if kind is None else [CONVERSATION_KEYS[kind]]
-    # Two kinds have the same fields.
-    wanted = " or ".join(dict.fromkeys(" with ".join(sorted(keys)) for keys in kinds))
+def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
+    """Return the fields of the first kind that a record has; raise `BadRecord` without any."""
+    # An empty field decides only if there is no other kind.
+    for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
+        for keys in CONVERSATION_KEYS:
+            if names >= {*keys}:
+                return keys
+    wanted = " or ".join(" with ".join(keys) for keys in CONVERSATION_KEYS)
     raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}")
 
 
-def _read_kind(record: dict[str, Any], kind: str) -> tuple[list[dict], list | None]:
-    """Return the messages of a record of a known kind, and the tools that one of them holds."""
-    if kind == "prompt_completion":
+def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict], list | None]:
+    """Return the messages of a record of the kind with these fields, and the tools that one of them holds."""
+    if "completion" in keys:
         messages, tools = read_turn(record["prompt"], "prompt", "user")
         return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
-    if kind == "alpaca":
+    if "instruction" in keys:
         return _read_alpaca(record), None
     # The other kinds have a single field, which holds the messages.
-    (key,) = CONVERSATION_KEYS[kind]
-    return read_messages(record[key], key)
+    return read_messages(record[keys[0]], keys[0])
 
 
 def _read_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -189,11 +183,7 @@ def _split_prompt(prompt: list[dict], answers: dict[str, list[dict]]) -> tuple[l
     return chosen[:shared], {key: messages[shared:] for key, messages in answers.items()}
 
 
-SCHEMAS: dict[str, Callable[[Any], str]] = {
-    "conversation": read_conversation,
-    **{f"conversation:{kind}": partial(read_conversation, kind=kind) for kind in CONVERSATION_KEYS},
-    "preference": read_preference,
-}
+SCHEMAS: dict[str, Callable[[Any], str]] = {"conversation": read_conversation, "preference": read_preference}
 
 
 def first_question(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from ..runtime.errors import MissingExtraError, UserError, install_command
+from ..runtime.errors import MissingExtraError, install_command
 
 
 T = TypeVar("T")
@@ -132,35 +132,31 @@ EMBEDDED_CORPORA: dict[str, EmbeddedCorpus] = {
 }
 
 
-def load_embedded(part: str | None = None, *, schema: str = "text") -> Iterator[dict[str, Any]]:
+def load_embedded(part: str, *, schema: str = "text") -> Iterator[dict[str, Any]]:
     """
-    Yield the records of one embedded corpus, or of all corpora in order, without repeated ones.
+    Yield the records of one embedded corpus, without repeated ones.
 
     Args:
-        part (`str`, *optional*): a key of `EMBEDDED_CORPORA`; all of them by default.
+        part (`str`): a key of `EMBEDDED_CORPORA`.
         schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str, "origin": str}`. The origin is the
-            first question of the document as a conversation; all stages split by it. `conversation` and
-            `conversation:<kind>` give `{"messages": [...]}`. `preference` compares the last answer of each
-            conversation with a random answer from another conversation of any corpus.
+            first question of the document as a conversation; all stages split by it. `conversation` gives
+            `{"messages": [...]}`. `preference` compares the last answer of each conversation with a random answer from
+            another conversation of any corpus.
 
     Raises:
-        `ValueError`: if there is no such part.
         `ImportError`: if the package that holds it is not installed.
     """
-    if part is not None and part not in EMBEDDED_CORPORA:
-        raise UserError(f"No embedded corpus {part!r}. There are: {', '.join(EMBEDDED_CORPORA)}.")
-    for name in EMBEDDED_CORPORA if part is None else [part]:
-        if schema == "text":
-            for document in _unique(_read(name), lambda document: document.text):
-                yield {"text": document.text, "origin": document.turns[0]}
-            continue
-        conversations = _unique(_conversations(name), tuple)
-        if schema == "preference":
-            # Random replies come from all corpora, even if the caller asks for one part.
-            everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
-            yield from _prefer(conversations, everything)
-        else:
-            yield from ({"messages": _alternate(turns)} for turns in conversations)
+    if schema == "text":
+        for document in _unique(_read(part), lambda document: document.text):
+            yield {"text": document.text, "origin": document.turns[0]}
+        return
+    conversations = _unique(_conversations(part), tuple)
+    if schema == "preference":
+        # Random replies come from all corpora.
+        everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
+        yield from _prefer(conversations, everything)
+    else:
+        yield from ({"messages": _alternate(turns)} for turns in conversations)
 
 
 def _read(part: str) -> Iterator[EmbeddedDocument]:

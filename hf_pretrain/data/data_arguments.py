@@ -8,7 +8,6 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..runtime.names import check_choices
-from .conversations import CONVERSATION_KEYS
 from .documents import load_documents
 from .draws import check_ratio
 from .encoding import ConversationEncoder, parse_span_weights
@@ -195,8 +194,8 @@ class ChatArguments(DataArguments):
     dataset_kind: str = field(
         default="auto",
         metadata={
-            "help": f"Kind of the records: auto, {', '.join(CONVERSATION_KEYS)} or text.",
-            "choices": ("auto", *CONVERSATION_KEYS, "text"),
+            "help": "Kind of the records: conversations, whose fields tell their form (auto), or text.",
+            "choices": ("auto", "text"),
         },
     )
     chat_template: str | None = field(
@@ -238,9 +237,7 @@ class ChatArguments(DataArguments):
 
     @property
     def schema(self) -> str:
-        """Key of the reader in `SCHEMAS`."""
-        kinds = {"auto": "conversation", "text": "text"}
-        return kinds.get(self.dataset_kind) or f"conversation:{self.dataset_kind}"
+        return "text" if self.dataset_kind == "text" else "conversation"
 
     @property
     def kind_name(self) -> str:

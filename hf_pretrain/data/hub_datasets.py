@@ -4,8 +4,8 @@ Datasets on the Hub.
 A whole dataset, `owner/name:config[split]@revision`, is a table of the library `datasets`.
 
 A repository such as MiniMind's holds several files with different columns, which `datasets` cannot load as one table.
-Single files, `owner/name:file.jsonl[@revision]` or `hf://datasets/owner/name[@revision]/file.jsonl`, are downloaded
-into the Hub's cache, and then read like files of this machine.
+Single files, `owner/name:file.jsonl[@revision]`, are downloaded into the Hub's cache, and then read like files of this
+machine.
 """
 
 import fnmatch
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import datasets
 from datasets import Dataset, IterableDataset
-from huggingface_hub import HfApi, hf_hub_download, parse_hf_uri
+from huggingface_hub import HfApi, hf_hub_download
 
 # NOTE: `HTTPError` is the base class of all errors of the HTTP library, which has another name in each major version.
 from huggingface_hub.errors import (
@@ -25,14 +25,13 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 
-from ..runtime.errors import UserError, as_user_errors
+from ..runtime.errors import UserError
 from ..runtime.names import DatasetName
 from .formats import file_format
 
 
 # The split of a name without one.
 DEFAULT_SPLIT = "train"
-_URI_OF_DATASETS = "hf://datasets/"
 
 
 def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None = None) -> Dataset | IterableDataset:
@@ -88,19 +87,7 @@ def _check_revision(name: str, dataset: DatasetName) -> None:
 
 
 def parse_hub_file(name: str) -> DatasetName | None:
-    """
-    Return the repository, file or pattern, and revision that a name stands for; `None` for any other name.
-
-    Raises:
-        `ValueError`: for a name that begins with `hf://datasets/` and names no file.
-    """
-    if name.startswith(_URI_OF_DATASETS):
-        with as_user_errors():
-            # Some revisions have slashes, such as `refs/convert/parquet`; huggingface_hub knows which ones.
-            uri = parse_hf_uri(name)
-        if not uri.path_in_repo:
-            raise UserError(f"{name} names no file. Add its path, or for a whole dataset pass {uri.id}.")
-        return DatasetName(uri.id, uri.path_in_repo, uri.revision)
+    """Return the repository, file or pattern, and revision that a name stands for; `None` for any other name."""
     parsed = DatasetName.parse(name)
     # A configuration of a dataset does not end like a file.
     is_file = parsed.config is not None and parsed.split is None and file_format(Path(parsed.config)) is not None
@@ -126,7 +113,7 @@ def download_hub_files(file: DatasetName) -> list[str]:
             info = HfApi().dataset_info(file.repo_id, revision=revision)
             # The files of a commit never change, so the list and the files belong together.
             revision, present = info.sha, [sibling.rfilename for sibling in info.siblings or []]
-            names = sorted(name for name in fnmatch.filter(present, pattern) if file_format(Path(name)))
+            names = sorted(fnmatch.filter(present, pattern))
             if not names:
                 raise UserError(f"{place}: no data file of the repository matches; it holds {', '.join(present)}.")
         return [hf_hub_download(file.repo_id, name, repo_type="dataset", revision=revision) for name in names]

@@ -1,4 +1,4 @@
-"""Describe data before training: bad lines, lengths, duplicates, languages, and tokens per parameter of a preset."""
+"""Describe data before training: bad lines, lengths, duplicates, and the size of the model that they suffice for."""
 
 import random
 from collections import Counter
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from ..model.presets import PRESETS
-from ..runtime.errors import UserError, needing_extra
+from ..runtime.errors import UserError
 from ..runtime.progress import announce
 from ..tokenizer.chat_template import mark_template
 from ..tokenizer.control_tokens import encode_documents
@@ -25,8 +24,6 @@ SAMPLE_SIZE = 5_000
 # A sample rarely holds both records of a near duplicate, so the search takes the first records. It needs 2 to 6 ms per
 # record.
 NUM_SEARCHED = 20_000
-# Below this many characters, no library can tell the language.
-_MIN_LANGUAGE_CHARS = 20
 _PERCENTILES = (1, 10, 50, 90, 99, 100)
 _MAX_REASONS = 10
 # Compute-optimal number of tokens per parameter (Chinchilla, https://huggingface.co/papers/2203.15556).
@@ -96,7 +93,7 @@ def inspect_data(
         tokenizer = load_tokenizer(tokenizer_name)
         if any(record.schema != "text" for record in survey.sample):
             mark_template(tokenizer)
-    announce("counting tokens and languages")
+    announce("counting tokens")
     lines = [f"{label:20} {text}" for label, text in describe(survey, tokenizer, max_length=max_length)]
     records = random.Random(0).sample(survey.sample, min(num_shown, len(survey.sample)))
     lines.append(f"\n{len(records)} records as the model sees them:")
@@ -157,9 +154,6 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         survey ([`Survey`]): the counts and the sample.
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the model to train.
         max_length (`int`): tokens per packed sequence.
-
-    Raises:
-        `ImportError`: if py3langid is not installed.
     """
     sample = survey.sample
     rendered = [render(record, tokenizer) for record in sample]
@@ -168,10 +162,9 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(rendered, skip_special_tokens=True))
     tokens = int(lengths.mean() * survey.num_records)
     places = ", ".join(f"{percentile}%: {np.percentile(lengths, percentile):,.0f}" for percentile in _PERCENTILES)
-    languages = Counter(map(find_language, map(plain_text, sample)))
     num_searched = min(survey.num_records, NUM_SEARCHED)
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
-    rows = [
+    return [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
         ("Left out", f"{survey.reasons.total():,}"),
         *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(_MAX_REASONS)),
@@ -180,34 +173,10 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),
         ("Exact duplicates", f"{survey.num_duplicates / survey.num_records:.1%} of the records"),
         ("Near duplicates", f"{survey.num_near_duplicates / num_searched:.1%} of the first {num_searched:,} records"),
-        ("Languages", ", ".join(f"{name} {n / len(sample):.0%}" for name, n in languages.most_common(6))),
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
         (
             "Model size",
-            f"a run needs about {TOKENS_PER_PARAMETER} tokens per parameter, and at most {MAX_REPEATS} passes",
+            f"up to {MAX_REPEATS * tokens / TOKENS_PER_PARAMETER / 1e6:,.1f} M parameters, at {TOKENS_PER_PARAMETER} "
+            f"tokens per parameter and at most {MAX_REPEATS} passes",
         ),
     ]
-    for preset in PRESETS:
-        number = _num_parameters(preset)
-        passes = TOKENS_PER_PARAMETER * number / max(1, tokens)
-        needed = f"{TOKENS_PER_PARAMETER} per parameter take {passes:,.1f} passes"
-        rows.append((f"For {preset}", f"{tokens / number:,.3f} tokens per parameter in one pass; {needed}"))
-    return rows
-
-
-def find_language(text: str) -> str:
-    """Return the ISO code of the language of a text; `?` if the text is too short to tell."""
-    with needing_extra("data", "Languages need py3langid"):
-        from py3langid import classify
-    return str(classify(text[:2000])[0]) if len(text) >= _MIN_LANGUAGE_CHARS else "?"
-
-
-def _num_parameters(preset: str) -> int:
-    import torch
-
-    from ..model.configuration_minimind import MiniMindConfig
-    from ..model.modeling_minimind import MiniMindForCausalLM
-
-    with torch.device("meta"):
-        model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset]))
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,13 +1,12 @@
 """Read the records of data sources with their line numbers, to inspect and clean data."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .conversations import SCHEMAS
+from .conversations import CONVERSATION_KEYS, SCHEMAS
 from .formats import BadRecord, file_format, read_text
 from .hub_datasets import load_hub_dataset
 from .sources import EMBEDDED_SOURCES, find_sources, parse_source
@@ -69,27 +68,28 @@ def read_records(sources: list[str], *, text_column: str = "text") -> Iterator[R
         text_column (`str`): key of the text, for the schema `text`.
     """
     for source in sources:
-        kind = _find_schema(source, text_column)
         column = "text" if source in EMBEDDED_SOURCES else text_column
-        for line, content in _read_contents(source, column):
+        # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
+        read_column = None if file_format(Path(source)) == ".parquet" else column
+        for line, content in parse_source(source, text_column=read_column):
+            schema = _find_schema(content, column)
             try:
-                yield Record(source, line, content, _read_content(content, kind, column), schema=kind)
+                if isinstance(content, BadRecord):
+                    raise content
+                text = read_text(content, text_column=column) if schema == "text" else SCHEMAS[schema](content)
+                yield Record(source, line, content, text, schema=schema)
             except BadRecord as error:
                 yield Record(source, line, None, "", error.reason)
 
 
-def _find_schema(source: str, text_column: str) -> str:
-    """Return the schema of the first record of a source that has one; `text` if none does."""
-    if source in EMBEDDED_SOURCES:
+def _find_schema(content: Any, text_column: str) -> str:
+    """Return the schema that the fields of a record stand for; `text` without any known field."""
+    if not isinstance(content, dict) or content.get(text_column) is not None:
         return "text"
-    for _, content in _read_contents(source, text_column):
-        # Try `preference` first: a preference may also pass as a conversation.
-        for schema in ("text", "preference", "conversation"):
-            # The next record or schema may fit.
-            with contextlib.suppress(BadRecord):
-                _read_content(content, schema, text_column)
-                return schema
-    return "text"
+    # A preference may also have the fields of a conversation.
+    if "chosen" in content:
+        return "preference"
+    return "conversation" if any(content.keys() >= {*keys} for keys in CONVERSATION_KEYS) else "text"
 
 
 def plain_text(record: Record, *, chosen_only: bool = False) -> str:
@@ -109,17 +109,3 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
         calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", [])]
         texts += [message.get("reasoning_content", ""), message["content"], *calls]
     return "\n".join(filter(None, texts))
-
-
-def _read_contents(source: str, text_column: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of each record."""
-    # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
-    column = None if file_format(Path(source)) == ".parquet" else text_column
-    return parse_source(source, text_column=column)
-
-
-def _read_content(content: Any, schema: str, text_column: str) -> str:
-    """Return the text of a record; raise `BadRecord` if the schema does not fit."""
-    if isinstance(content, BadRecord):
-        raise content
-    return read_text(content, text_column=text_column) if schema == "text" else SCHEMAS[schema](content)

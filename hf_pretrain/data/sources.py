@@ -18,8 +18,6 @@ from .hub_datasets import download_hub_files, load_hub_dataset, parse_hub_file
 logger = logging.get_logger(__name__)
 
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
-# Files that tell a directory of a run, a model or a tokenizer.
-_OUTPUTS = (("run.json", "report.html"), ("tokenizer_config.json",), ("model.safetensors",))
 
 
 def find_sources(name: str) -> list[str] | None:
@@ -68,29 +66,18 @@ def _list_files(path: Path) -> list[Path]:
     Return the data files that a directory or glob stands for, each once and in order, and log how many are left out.
 
     A directory, also one that a glob matches, stands for all data files below it, through links too. Hidden files are
-    left out. So are the directories of runs, models and tokenizers below the directory that the user has named:
-    otherwise, a run whose output is there would read its own files.
+    left out.
     """
     found = [Path(match) for match in glob(str(path), recursive=True)] if not path.exists() else [path]
     below = [
         Path(file) for place in found if place.is_dir() for file in glob(f"{escape(str(place))}/**", recursive=True)
     ]
-    # The longest part of the name without patterns.
-    root = path if path.is_dir() else next(parent for parent in path.parents if parent.is_dir())
-    files: list[Path] = []
-    left_out, seen = set(), set()
     # Sorted, because the order of a directory differs between file systems, and decides between two names of a file.
-    for file in sorted({place for place in (*found, *below) if place.is_file()}):
-        if file.resolve() in seen:
-            continue
-        seen.add(file.resolve())
-        parents = file.parents[: len(file.parts) - len(root.parts) - 1]
-        is_output = any(all((parent / name).is_file() for name in output) for parent in parents for output in _OUTPUTS)
-        if is_output or file_format(file) is None:
-            left_out.add(file)
-        else:
-            files.append(file)
-    if left_out:
+    present: dict[Path, Path] = {}
+    for file in sorted(place for place in (*found, *below) if place.is_file()):
+        present.setdefault(file.resolve(), file)
+    files = [file for file in present.values() if file_format(file) is not None]
+    if left_out := {*present.values()} - {*files}:
         logger.warning(
             f"{path}: {len(files)} data files. {len(left_out)} others are left out, such as {min(left_out)}."
         )
@@ -118,12 +105,10 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
             raise UserError(f"--eval_dataset_name {name} is named twice or also by --dataset_name. Name it once.")
     if len(names) < 2:
         return dict(zip([""], names, strict=False))
-    short = [re.sub(r"\W+", "_", Path(name).name.partition(file_format(Path(name)) or "\0")[0]) for name in names]
-    # Files of different directories may have one name.
-    whole = [re.sub(r"\W+", "_", name) for name in names]
-    labels = [label.strip("_") for label in (short if len({*short}) == len(short) else whole)]
+    stems = [Path(name).name.partition(file_format(Path(name)) or "\0")[0] for name in names]
+    labels = [re.sub(r"\W+", "_", stem).strip("_") for stem in stems]
     if len({*labels}) < len(labels):
-        raise UserError(f"--eval_dataset_name {' '.join(names)}: two have the same letters and digits. Rename one.")
+        raise UserError(f"--eval_dataset_name {' '.join(names)}: two have the same name. Rename one.")
     return dict(zip(labels, names, strict=True))
 
 

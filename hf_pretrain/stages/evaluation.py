@@ -47,7 +47,7 @@ class ValidationArguments(ChatArguments):
 
     dataset_kind: str = field(
         default="text",
-        metadata={"help": "Kind of the records: text, or for conversations auto or the name of a kind."},
+        metadata={"help": "Kind of the records: text, or auto for conversations.", "choices": ("auto", "text")},
     )
 
 

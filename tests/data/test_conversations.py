@@ -173,6 +173,7 @@ SCHEMAS = {
     "JSON text": {"messages": json.dumps([USER, ANSWER])},
     "sharegpt as JSON text": {"conversations": '[{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]'},
     "prompt_completion as JSON text": {"prompt": json.dumps([USER]), "completion": json.dumps(ANSWER)},
+    "the fields of two kinds": {"messages": [USER, ANSWER], "instruction": "Say no.", "output": "no"},
     "empty cells of a CSV file": {
         **{"messages": "", "conversations": " ", "prompt": "", "completion": "", "instruction": "2+2?", "input": ""},
         **{"output": "4", "history": "", "system": "", "tools": "", "chat_template_kwargs": ""},
@@ -190,13 +191,6 @@ SCHEMAS = {
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_schema_gives_the_same_conversation(name):
     assert json.loads(read_conversation(SCHEMAS[name])) == {"messages": [USER, ANSWER]}
-
-
-def test_a_named_kind_overrides_other_fields():
-    record = {"messages": [USER, ANSWER], "instruction": "Say no.", "input": "now", "output": "no"}
-    assert json.loads(read_conversation(record, kind="alpaca"))["messages"][0]["content"] == "Say no.\nnow"
-    with pytest.raises(BadRecord, match="no conversation: its fields are messages, and it needs conversations$"):
-        read_conversation({"messages": [USER, ANSWER]}, kind="minimind")
 
 
 def test_fields_beside_a_conversation_are_kept():
@@ -337,7 +331,7 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
         ("text", "not an object but a string"),
         (
             {"text": "a"},
-            "no conversation: its fields are text, and it needs messages or conversations or completion with prompt",
+            "no conversation: its fields are text, and it needs messages or conversations or prompt with completion",
         ),
         ({"messages": []}, "'messages' is no list of messages but empty"),
         ({"messages": "hi"}, "'messages' is text that is not JSON"),
@@ -486,7 +480,7 @@ def test_bad_conversations_are_rejected_and_files_are_read(tmp_path):
     assert json.loads(rejected.read_text())["line"] == 2
     table = tmp_path / "chats.parquet"
     Dataset.from_list([SCHEMAS["minimind"], SCHEMAS["minimind"]]).to_parquet(table)
-    documents, _ = load_documents([str(table)], schema="conversation:minimind", validation_fraction=0)
+    documents, _ = load_documents([str(table)], schema="conversation", validation_fraction=0)
     assert [json.loads(text) for text in documents["text"]] == [{"messages": [USER, ANSWER]}] * 2
     (tmp_path / "plain.txt").write_text("a")
     with pytest.raises(ValueError, match="plain text, and records are wanted"):

@@ -25,15 +25,8 @@ def test_parts_have_their_documents():
     )
     assert "A: What language are you written in?\nB: Python." in documents["chatterbot"]
     assert "A: 你是什么语言编写的\nB: Python" in documents["chatterbot"]
-    everything = [record["text"] for record in load_embedded()]
-    assert everything == list(itertools.chain(*documents.values()))
-    for text in everything:
+    for text in itertools.chain(*documents.values()):
         assert read_text({"text": text}, text_column="text") == text
-
-
-def test_unknown_part_names_the_known_ones():
-    with pytest.raises(ValueError, match="'chit'. There are: chitchat, idiom, chatterbot"):
-        next(load_embedded("chit"))
 
 
 def test_missing_package_is_named(monkeypatch):

@@ -192,23 +192,18 @@ def test_all_formats_by_file_glob_and_directory(tmp_path, warnings, streaming):
 
 def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monkeypatch):
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
-    for place in (".", "sub", ".ipynb_checkpoints", "out/run/checkpoint-1", "out/tokenizer", "../elsewhere"):
+    for place in (".", "sub", ".ipynb_checkpoints", "../elsewhere"):
         (data / place).mkdir(parents=True, exist_ok=True)
         write_jsonl(data / place / "a.jsonl", [{"text": f"text of {place}"}])
     (data / "notes.md").write_text("no data")
     (data / ".hidden.jsonl").write_text('{"text": "hidden"}\n')
-    for name in ("run/run.json", "run/report.html", "tokenizer/tokenizer_config.json"):
-        (data / "out" / name).write_text("{}")
     (data / "linked").symlink_to(elsewhere)
     (data / "sub" / "loop").symlink_to(data)
     (data / "sub" / "latest.jsonl").symlink_to("a.jsonl")
     expected = [str(data / name) for name in ("a.jsonl", "linked/a.jsonl", "sub/a.jsonl")]
     for name in (data, data / "*", data / "**", data / "**/*.jsonl", tmp_path / "data*"):
         assert sources.find_sources(str(name)) == expected, name
-    assert f"{data}: 3 data files. 6 others are left out, such as {data / 'notes.md'}." in warnings
-    # A directory that is named itself is read, whatever it holds.
-    named = [str(data / "out/run" / name) for name in ("checkpoint-1/a.jsonl", "run.json")]
-    assert sources.find_sources(str(data / "out/run")) == named
+    assert f"{data}: 3 data files. 1 others are left out, such as {data / 'notes.md'}." in warnings
 
 
 def test_processes_read_the_same(tmp_path, monkeypatch):
