@@ -3,17 +3,15 @@ Chat with a model in the terminal.
 
     hf-pretrain chat
     hf-pretrain chat --model_name_or_path out/sft-tiny --system "Be brief." --temperature 0.7
-    hf-pretrain chat --prompt "How do you do?" --greedy
+    hf-pretrain chat --prompt "How do you do?" --temperature 0
     hf-pretrain chat --auto --inference_rope_scaling
-    hf-pretrain chat --tools examples.agent_tools:TOOLS
-    hf-pretrain chat --tools tools.json --think on
+    hf-pretrain chat --tools examples.agent_tools:TOOLS --think on
     hf-pretrain chat --model_name_or_path out/pretrain-tiny --raw
 
 `/help` lists the commands. Answers appear while the model writes them, with their speed after them, and Ctrl-C ends
-one early. The chat runs the tools that are Python functions. After a call of a tool from a JSON file, the next line
-that you type is its result. Your input is plain text: `<|im_end|>` in it is not a control token. A base model
-continues your text instead of answering it: one whose last run was pretraining, or whose tokenizer has no chat
-template. `--raw` and `--no-raw` choose.
+one early. The chat runs the tools that the model calls. Your input is plain text: `<|im_end|>` in it is not a control
+token. A base model continues your text instead of answering it: one whose last run was pretraining, or whose tokenizer
+has no chat template. `--raw` and `--no-raw` choose.
 """
 
 import argparse
@@ -68,10 +66,7 @@ def make_parser() -> RecipeParser:
         help="earlier questions that the model still sees; by default all, with --auto none",
     )
     parser.add_argument("--system", help="the system message")
-    parser.add_argument(
-        "--tools",
-        help="JSON file of tool schemas, calculator, or module.path:NAME of functions, which the chat runs",
-    )
+    parser.add_argument("--tools", help="calculator, or module.path:NAME of functions, which the chat runs")
     return parser
 
 

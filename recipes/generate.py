@@ -2,7 +2,7 @@
 Answer a file of prompts, in batches.
 
     hf-pretrain generate --input prompts.jsonl --output answers.jsonl
-    hf-pretrain generate --model_name_or_path out/sft-tiny --input my/test.jsonl --output answers.jsonl --greedy
+    hf-pretrain generate --model_name_or_path out/sft-tiny --input my/test.jsonl --output answers.jsonl --temperature 0
     hf-pretrain generate --model_name_or_path out/pretrain-tiny --input texts.csv --output texts.jsonl
 
 A record has the field `prompt`, a text or a list of messages, or the field `messages`. Its line in the output has all

@@ -2,8 +2,7 @@
 Serve a model with transformers' OpenAI-compatible server. By default, only this machine can use it (`--host`).
 
     hf-pretrain serve
-    hf-pretrain serve --model_name_or_path out/sft-tiny --port 8001 --reasoning off
-    hf-pretrain serve --continuous_batching
+    hf-pretrain serve --model_name_or_path out/sft-tiny --port 8001 --think off
     hf-pretrain serve --web
     hf-pretrain serve --web --tools examples.agent_tools:TOOLS
     hf-pretrain serve --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
@@ -25,8 +24,6 @@ import argparse
 import json
 import sys
 
-import torch
-
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.devices import refuse_unused_gpu
@@ -39,7 +36,7 @@ from hf_pretrain.training.minimind_flags import translate_minimind
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.inference import add_yarn
+    from hf_pretrain.stages.inference import THINK, add_model_flags
     from hf_pretrain.stages.serving import check_ports, serve_model, stop_servers
     from hf_pretrain.stages.tools import read_tools
 
@@ -47,10 +44,8 @@ with one_line_errors():
 def main(args: argparse.Namespace) -> None:
     if (args.compare or args.tools) and not args.web:
         raise UserError("--compare and --tools need the chat page. Add --web.")
-    if args.device == "auto":
-        refuse_unused_gpu("--device cpu")
-    if args.continuous_batching and (args.device == "cpu" or not torch.accelerator.is_available()):
-        raise UserError("--continuous_batching needs an accelerator: a CPU's memory would fill. Leave it out.")
+    if not args.use_cpu:
+        refuse_unused_gpu("--use_cpu")
     if args.web:
         from hf_pretrain.stages.chat_page import Endpoint, open_page
     tools = read_tools(args.tools)
@@ -63,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(name)
         if args.web:
             check_chat_template(tokenizer)
-    thinking = {"on": True, "off": False}.get(args.reasoning)
+    thinking = THINK[args.think]
     servers = [
         serve_model(
             name,
@@ -71,9 +66,8 @@ def main(args: argparse.Namespace) -> None:
             port=number,
             # The chat page runs beside its servers.
             non_blocking=args.web,
-            device=args.device,
+            device="cpu" if args.use_cpu else "auto",
             dtype=args.dtype,
-            continuous_batching=args.continuous_batching,
             chat_template_kwargs=json.dumps(thinking_variables(thinking)),
             default_seed=args.seed,
             rope_scaling=args.inference_rope_scaling,
@@ -89,28 +83,15 @@ def main(args: argparse.Namespace) -> None:
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
-    parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
+    add_model_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
     parser.add_argument("--port", type=int, metavar="N", default=8000, help="TCP port")
     parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
     parser.add_argument("--web_port", type=int, metavar="N", default=7860, help="TCP port of the chat page")
     parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
-    parser.add_argument(
-        "--tools", help="JSON file with tool schemas, or module.path:NAME of functions, which the chat page runs"
-    )
-    parser.add_argument("--device", default="auto", help="auto, or a device such as cpu or cuda:0")
+    parser.add_argument("--tools", help="calculator, or module.path:NAME of functions, which the chat page runs")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
-    parser.add_argument(
-        "--continuous_batching", action="store_true", help="serve many requests at once, with paged attention"
-    )
-    parser.add_argument(
-        "--reasoning",
-        choices=("on", "off", "auto"),
-        default="auto",
-        help="reason before answering; with auto, the chat template decides",
-    )
     parser.add_argument("--seed", type=int, help="seed of the sampling")
-    add_yarn(parser)
     return parser
 
 

@@ -3,19 +3,24 @@
 from pathlib import Path
 
 import torch
+from transformers.utils import get_json_schema
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+def get_weather(city: str) -> str:
+    """
+    Weather.
+
+    Args:
+        city: A city.
+    """
+    return "rain" if city == "Oslo" else "sun"
+
+
+TOOL = get_json_schema(get_weather)
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
 WEATHER = [
     {"role": "user", "content": "weather in Oslo?"},

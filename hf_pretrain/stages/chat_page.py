@@ -21,7 +21,7 @@ from typing import Any
 from ..runtime.errors import needing_extra
 from ..tokenizer.control_tokens import thinking_variables
 from .terminal_chat import last_turns
-from .tools import MAX_TOOL_ROUNDS, call_tool, read_schemas
+from .tools import MAX_TOOL_ROUNDS, call_tool
 
 
 with needing_extra("web", "The chat page needs gradio"):
@@ -62,36 +62,9 @@ class Endpoint:
         return AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0)
 
 
-def waiting_calls(history: History) -> list[Message]:
-    """Return the tool calls of the last answer that have no result yet."""
-    results = 0
-    for message in reversed(history):
-        if message["role"] != "tool":
-            return message.get("tool_calls", [])[results:]
-        results += 1
-    return []
-
-
-def add_text(histories: list[History], text: str) -> list[History]:
-    """
-    Return the histories with the user's text: as a question, or as the result of a tool call if a model waits for one.
-    A result goes only to the models that wait. Models that can answer now get an empty answer, which is running.
-    """
-    added = []
-    for history in histories:
-        if calls := waiting_calls(history):
-            history = [*history, {"role": "tool", "tool_call_id": calls[0]["id"], "content": text}]
-        elif not any(map(waiting_calls, histories)):
-            history = [*history, {"role": "user", "content": text}]
-        added.append(_begin_answer(history))
-    return added
-
-
-def _begin_answer(history: History) -> History:
-    """Return a history with an empty answer to its last message, if that is a question or completes the results."""
-    if not history or history[-1]["role"] == "assistant" or waiting_calls(history):
-        return history
-    return [*history, {"role": "assistant", "content": "", "is_running": True}]
+def begin_answer(history: History, text: str) -> History:
+    """Return a history with the user's question and an empty answer, which is running."""
+    return [*history, {"role": "user", "content": text}, {"role": "assistant", "content": "", "is_running": True}]
 
 
 def to_request(history: History) -> list[Message]:
@@ -119,12 +92,12 @@ def _with_json_arguments(call: Message) -> Message:
 async def stream_answer(
     endpoint: Endpoint,
     history: History,
+    schemas: list[Message] | None,
     system: str,
     temperature: float,
     top_p: float,
     max_tokens: int,
     thinking: bool,
-    tools: str,
     num_turns: int,
 ) -> AsyncGenerator[Message]:
     """
@@ -145,7 +118,7 @@ async def stream_answer(
             top_p=top_p,
             max_tokens=int(max_tokens),
             extra_body={"chat_template_kwargs": thinking_variables(thinking)},
-            **({"tools": read_schemas(tools)} if tools.strip() else {}),
+            **({"tools": schemas} if schemas else {}),
         )
         async with await request as stream:
             async for chunk in stream:
@@ -174,7 +147,7 @@ def show(history: History) -> list[Message]:
     shown = []
     for message in history:
         parts = _parts(message) if message["role"] == "assistant" else [(message["content"], {})]
-        # The result of a tool comes from the user, too.
+        # The component knows no role for the result of a tool.
         role = "assistant" if message["role"] == "assistant" else "user"
         shown += [{"role": role, "content": content, "metadata": metadata} for content, metadata in parts]
     return shown
@@ -203,23 +176,21 @@ def _parts(answer: Message) -> list[tuple[str, Any]]:
 
 
 async def _run_tools(history: History, functions: Functions) -> History:
-    """Return a history with the results of the tool calls that wait."""
-    for call in waiting_calls(history) if functions else []:
+    """Return a history with the results of the tools that the last answer calls."""
+    for call in history[-1].get("tool_calls", []) if functions else []:
         result = await asyncio.to_thread(call_tool, functions, call)
         history = [*history, {"role": "tool", "tool_call_id": call["id"], "content": result}]
     return history
 
 
-def _make_settings(thinking: bool, schemas: list[Message] | None) -> list[gr.components.Component]:
+def _make_settings(thinking: bool) -> list[gr.components.Component]:
     """Return the settings of the page, in the order in which [`stream_answer`] takes them."""
-    tools = json.dumps(schemas, ensure_ascii=False) if schemas else ""
     return [
         gr.Textbox("", label="System message"),
         gr.Slider(0.0, 2.0, 0.8, step=0.05, label="Temperature"),
         gr.Slider(0.05, 1.0, 0.9, step=0.05, label="Top p"),
         gr.Slider(1, 2048, 256, step=1, label="Longest answer in tokens"),
         gr.Checkbox(thinking, label="Thinking"),
-        gr.Textbox(tools, label="Tools (JSON list of schemas)", lines=3, max_lines=8),
         gr.Slider(0, 32, 32, step=1, label="Earlier questions that the model sees"),
     ]
 
@@ -233,10 +204,8 @@ def make_page(
     Args:
         endpoints (`list[Endpoint]`): the models.
         thinking (`bool`): the initial setting.
-        tools (`tuple`): the schemas that the page offers at first, and the functions that run the tools, by name.
-            Without a function, the user types the results.
+        tools (`tuple`): the result of [`~stages.tools.read_tools`].
     """
-    schemas, functions = tools
     with gr.Blocks(title="hf_pretrain chat", analytics_enabled=False, fill_height=True) as page:
         histories = [gr.State([]) for _ in endpoints]
         with gr.Row():
@@ -247,20 +216,17 @@ def make_page(
                 )
                 for number, endpoint in enumerate(endpoints)
             ]
-        placeholder = "Type a message, or the result of a tool call"
-        question = gr.Textbox(placeholder=placeholder, show_label=False, elem_id="question")
+        question = gr.Textbox(placeholder="Type a message", show_label=False, elem_id="question")
         with gr.Row():
             send = gr.Button("Send", variant="primary", elem_id="send", min_width=130)
             stop = gr.Button("Stop", elem_id="stop", min_width=130)
             clear = gr.Button("New chat", elem_id="clear", min_width=130)
         with gr.Accordion("Settings", open=False, elem_id="settings"):
-            settings = _make_settings(thinking, schemas)
+            settings = _make_settings(thinking)
         everything = [*chats, *histories]
         begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])
         running = [
-            begun.success(
-                _answering(endpoint, functions), [history, *settings], [chat, history], show_progress="hidden"
-            )
+            begun.success(_answering(endpoint, tools), [history, *settings], [chat, history], show_progress="hidden")
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
         stop.click(None, cancels=running).then(_wait_for_end).then(_end, histories, everything)
@@ -281,23 +247,20 @@ def _ask(text: str, *histories: History) -> list[Any]:
         # The page shows the error, and keeps the typed text.
         raise gr.Error("Wait for the end of the answer, or press Stop.", print_exception=False)
     if not text.strip():
-        return [gr.skip()] * (1 + 2 * len(histories))
-    return ["", *_both(add_text(list(histories), text))]
+        raise gr.Error("Type a message first.", print_exception=False)
+    return ["", *_both([begin_answer(history, text) for history in histories])]
 
 
-def _answering(endpoint: Endpoint, functions: Functions) -> Any:
-    """Return the handler that lets a model write the answer that [`add_text`] has begun, and runs the tools."""
+def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]) -> Any:
+    """Return the handler that lets a model write the answer that [`begin_answer`] has begun, and runs the tools."""
+    schemas, functions = tools
 
     async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
-        if not history or not history[-1].get("is_running"):
-            # NOTE: gradio empties the outputs of a generator that yields nothing.
-            yield gr.skip(), gr.skip()
-            return
         _growing[request.session_hash] += 1
         try:
             now = history[:-1]
             for _ in range(MAX_TOOL_ROUNDS):
-                async with aclosing(stream_answer(endpoint, past := now, *settings)) as messages:
+                async with aclosing(stream_answer(endpoint, past := now, schemas, *settings)) as messages:
                     async for message in messages:
                         yield show(now := [*past, message]), now
                 answered, now = now, await _run_tools(now, functions)

@@ -1,4 +1,4 @@
-"""Flags and model of the commands that generate: `recipes/chat.py` and `recipes/generate.py`."""
+"""Flags and model of the commands that answer: `recipes/chat.py`, `recipes/generate.py` and `recipes/serve.py`."""
 
 import argparse
 from typing import Any
@@ -14,36 +14,42 @@ from ..weights.models import ModelArguments, load_model
 from .terminal_chat import is_base_model
 
 
-def make_inference_parser(description: str) -> RecipeParser:
-    """Return a parser of the flags that choose the model and how it samples."""
-    parser = RecipeParser(description=description)
+# Values of `--think`. With `None`, the chat template decides.
+THINK = {"on": True, "off": False, None: None}
+
+
+def add_model_flags(parser: RecipeParser) -> None:
+    """Add the flags that choose the model, and whether it reasons."""
     parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
     parser.add_argument(
         "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
     )
+    parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
+    # As the other recipes have it.
+    metadata = ModelArguments.__dataclass_fields__["inference_rope_scaling"].metadata
+    parser.add_argument("--inference_rope_scaling", metavar="LENGTH:FACTOR", **metadata)
+
+
+def make_inference_parser(description: str) -> RecipeParser:
+    """Return a parser of the flags that choose the model and how it samples."""
+    parser = RecipeParser(description=description)
+    add_model_flags(parser)
     parser.add_argument("--max_new_tokens", type=int, default=512, help="limit of one answer")
     parser.add_argument(
         "--raw",
         action=argparse.BooleanOptionalAction,
         help="continue the text instead of answering; by default only with base models",
     )
-    parser.add_argument("--greedy", action="store_true", help="always take the most probable token, as temperature 0")
-    parser.add_argument("--temperature", type=float, default=0.8, help="divisor of the logits")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="divisor of the logits; 0 takes the most probable token"
+    )
     parser.add_argument(
         "--top_p", type=float, default=0.9, help="sample from the likeliest tokens that together have this probability"
     )
     parser.add_argument("--top_k", type=int, default=50, help="sample from this many of the likeliest tokens")
     parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, tokens repeat less often")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
-    add_yarn(parser)
     return parser
-
-
-def add_yarn(parser: RecipeParser) -> None:
-    """Add the flag that extends the positions of the model, as the other recipes have it."""
-    metadata = ModelArguments.__dataclass_fields__["inference_rope_scaling"].metadata
-    parser.add_argument("--inference_rope_scaling", metavar="LENGTH:FACTOR", **metadata)
 
 
 def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -62,12 +68,12 @@ def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTr
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
     set_seed(args.seed)
-    args.think = {"on": True, "off": False}.get(args.think)
+    args.think = THINK[args.think]
     args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
     return model, tokenizer
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of the sampling, as [`~stages.terminal_chat.Chat`] takes them. Temperature 0 is greedy."""
-    options = {name: getattr(args, name) for name in ("max_new_tokens", "top_p", "top_k", "repetition_penalty")}
-    return options | {"temperature": 0 if args.greedy else args.temperature}
+    """Return the settings of the sampling, as [`~stages.terminal_chat.settle_sampling`] takes them."""
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "repetition_penalty")
+    return {name: vars(args)[name] for name in names}

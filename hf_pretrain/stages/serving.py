@@ -6,9 +6,8 @@ requests that would keep the server busy or fill its memory:
 |---|---|
 | to another address than `ROUTES`, such as `/load_model` or `/reset` | 404 |
 | from a web page of another origin, or without the content type JSON | 403, 415 |
-| with more than `MAX_BYTES`, or more or longer stop strings than allowed | 400 |
+| with more than `MAX_BYTES` | 400 |
 | with a `generation_config`, a chat template, or another argument of the rendering | 400 |
-| with fields of OpenAI's API that the server ignores, such as `n`, unless they ask for nothing | 400 |
 | with more tokens than the model has positions, or fields that raise an error while they are read | 400 |
 
 Requests may name any model: the served one answers. `open_thinking`, as MiniMind's clients send it, switches the
@@ -43,35 +42,20 @@ with needing_extra("serve", "Serving needs FastAPI"):
     from fastapi import FastAPI, HTTPException
     from starlette.datastructures import Headers
     from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response
+    from starlette.responses import JSONResponse
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager, server
-    from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
-    from transformers.cli.serving.completion import UNUSED_LEGACY_COMPLETION_FIELDS
     from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
+    from transformers.cli.serving.utils import GenerateManager
 
 logger = logging.get_logger(__name__)
 
 MAX_BYTES = 2**20
 # Logits that are divided by less would overflow.
 MIN_TEMPERATURE = 1e-5
-# transformers compares each stop string with the whole vocabulary: 1,000 of them take 20 seconds.
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 64
-# The addresses that answer, with the fields that the server ignores there.
-ROUTES = {
-    "/v1/chat/completions": UNUSED_CHAT_COMPLETION_FIELDS,
-    "/v1/completions": UNUSED_LEGACY_COMPLETION_FIELDS | {"suffix", "logit_bias"},
-}
-# Ignored fields that change no answer, and the values of the others that ask for nothing (False and 0 do so, too).
-_HARMLESS = {"metadata", "service_tier", "store", "stream_options", "user"}
-_DEFAULTS = {
-    **{"n": 1, "best_of": 1, "parallel_tool_calls": True, "tool_choice": "auto", "function_call": "auto"},
-    "reasoning_effort": "medium",
-    **{"response_format": {"type": "text"}, "modalities": ["text"], "suffix": ""},
-}
+# The addresses that answer.
+ROUTES = ("/v1/chat/completions", "/v1/completions")
 # Names of the arguments of `apply_chat_template`. Other names in a request are variables of the template.
 _RENDERING_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 _SWITCHES = thinking_variables(True).keys()
@@ -140,7 +124,7 @@ def _build_guarded(name: str, url: str, manager: ModelManager, *args: Any, **kwa
     app = _build_server(manager, *args, **kwargs)
     app.add_middleware(RequestGuard, samples=samples)
     # The server reads most fields unchecked. These are the errors that wrong ones raise.
-    for kind in (ValueError, TypeError, LookupError, TemplateError):
+    for kind in (ValueError, TypeError, LookupError, AttributeError, TemplateError):
         app.add_exception_handler(kind, _refuse)
     print(f"Serving {name} at {url} (Ctrl+C stops it)", flush=True)
     return app
@@ -167,9 +151,7 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **more: Any,
     ) -> Any:
-        # Continuous batching passes lists, the other path tensors with one row.
-        ids = inputs["input_ids"]
-        num_tokens = len(ids) if isinstance(ids, list) else ids.shape[-1]
+        num_tokens = inputs["input_ids"].shape[-1]
         num_left = model.config.max_position_embeddings - num_tokens
         if num_left < 1:
             raise HTTPException(
@@ -184,15 +166,13 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-for _manager in (GenerateManager, CBGenerateManager):
-    _manager.generate_streaming = _bounded(_manager.generate_streaming)
-    _manager.generate_non_streaming = _bounded(_manager.generate_non_streaming)
+GenerateManager.generate_streaming = _bounded(GenerateManager.generate_streaming)
+GenerateManager.generate_non_streaming = _bounded(GenerateManager.generate_non_streaming)
 
 
 class RequestGuard:
     """
-    ASGI middleware that refuses requests by their address, headers, size and fields, and cuts answers before a stop
-    string, which transformers leaves in the text.
+    ASGI middleware that refuses requests by their address, headers, size and fields.
 
     Args:
         app (`ASGIApp`): the application that gets all other requests.
@@ -216,10 +196,6 @@ class RequestGuard:
         except HTTPException as error:
             await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
             return
-        stops, is_stream = fields.get("stop"), fields["stream"]
-        if stops:
-            # Cut the whole answer: a part of it may end with the beginning of a stop string.
-            fields["stream"] = False
         # The checks have consumed the body, so replay it to the application.
         request: list[Message] = [{"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}]
 
@@ -227,23 +203,10 @@ class RequestGuard:
             # Later calls wait for the client to disconnect, as the application expects.
             return request.pop() if request else await receive()
 
-        if not stops:
-            await self.app(scope, replay, send)
-            return
-        response: list[Message] = []
-
-        async def keep(message: Message) -> None:
-            response.append(message)
-
-        await self.app(scope, replay, keep)
-        status, text = response[0]["status"], b"".join(message.get("body", b"") for message in response)
-        if status == 200:
-            text = _cut(json.loads(text), stops, is_stream=is_stream)
-        kind = "text/event-stream" if is_stream and status == 200 else "application/json"
-        await Response(text, status, media_type=kind)(scope, receive, send)
+        await self.app(scope, replay, send)
 
     def _check_fields(self, path: str, body: bytes) -> dict[str, Any]:
-        """Return the fields of a request without those that ask for nothing."""
+        """Return the fields of a request without the empty ones."""
         if path not in ROUTES:
             raise HTTPException(404, f"This server answers {' and '.join(ROUTES)}, not {path:.100}.")
         try:
@@ -254,9 +217,6 @@ class RequestGuard:
             raise HTTPException(400, "The body is not a JSON object.")
         # Some clients send all fields, with null for the absent ones. transformers fails on empty ones.
         fields = {name: value for name, value in content.items() if value not in (None, [], {})}
-        for name in ROUTES[path] & fields.keys() - _HARMLESS:
-            if (value := fields.pop(name)) != _DEFAULTS.get(name, False):
-                raise HTTPException(400, f"{name}: {json.dumps(value):.100} is not supported. Leave it out.")
         if "generation_config" in fields:
             raise HTTPException(400, "generation_config is not supported. Use the fields of OpenAI's API.")
         variables = fields.get("chat_template_kwargs", {})
@@ -270,8 +230,6 @@ class RequestGuard:
             fields["chat_template_kwargs"] = variables | thinking_variables(any(asked))
         # Without a name, transformers takes the served model.
         fields = {name: value for name, value in fields.items() if name not in ("model", *_SWITCHES)}
-        if "stop" in fields:
-            fields["stop"] = _check_stops(fields["stop"])
         temperature = fields.get("temperature", 1 if self.samples else 0)
         # The server itself knows only 0.
         if isinstance(temperature, float | int) and 0 <= temperature < MIN_TEMPERATURE:
@@ -303,38 +261,3 @@ def _check_headers(headers: Headers) -> None:
     # Without the server's permission, a browser sends no JSON to another origin. This server does not permit it.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
-
-
-def _check_stops(given: Any) -> list[str]:
-    """Return stop strings as a list. Refuse those that are too many, too long, or not text."""
-    stops = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MAX_STOP_STRINGS
-        or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS for stop in stops)
-    ):
-        raise HTTPException(
-            400, f"stop: {given!r:.100} must be at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_CHARS} characters."
-        )
-    return stops
-
-
-def _cut(answer: dict[str, Any], stops: list[str], *, is_stream: bool) -> bytes:
-    """Return an answer that ends before the first stop string, as JSON or as the only event of a stream."""
-    for choice in answer["choices"]:
-        message, is_cut = choice.get("message", choice), False
-        # In the order in which a model writes them.
-        for part in ("reasoning_content", "content", "text"):
-            text = message.get(part) or ""
-            places = [text.find(stop) for stop in stops if stop in text]
-            if text and (is_cut or places):
-                message[part] = "" if is_cut else text[: min(places)]
-                choice["finish_reason"], is_cut = "stop", True
-        if is_stream and "message" in choice:
-            calls = message.get("tool_calls") or []
-            choice["delta"] = choice.pop("message") | {
-                "tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]
-            }
-            answer["object"] = "chat.completion.chunk"
-    text = json.dumps(answer, ensure_ascii=False)
-    return (f"data: {text}\n\n" if is_stream else text).encode()

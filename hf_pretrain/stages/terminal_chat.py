@@ -36,7 +36,7 @@ COMMON_HELP = """\
 CHAT_HELP = f"""\
 /system TEXT    set the system message; without TEXT, remove it
 /think on|off   answer with or without reasoning
-/tools NAME     offer the tools in a JSON file of schemas or, as module:NAME, in Python; without NAME, offer none
+/tools NAME     offer Python functions as tools: calculator, or module:NAME; without NAME, offer none
 /reset          forget the conversation
 /save FILE      append the conversation to a JSONL file that SFT can read
 {COMMON_HELP}"""
@@ -98,8 +98,6 @@ class Chat:
         self.set_temperature(temperature)
         self.max_history = history
         self.history: list[dict[str, Any]] = []
-        # Tool calls of the last answer that still wait for their results.
-        self.pending_calls: list[dict[str, Any]] = []
         # The text that a base model continues.
         self.text = ""
         # The length and the speed of the last answer, the time of its prompt included.
@@ -116,44 +114,27 @@ class Chat:
         """The conversation with its system message, in the form that a chat template expects."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
 
-    @property
-    def prompt(self) -> str:
-        """Text that asks the user for the next line."""
-        return f"{self.pending_calls[0]['function']['name']} returns: " if self.pending_calls else "> "
-
     def say(self, text: str) -> bool:
         """
-        Add the user's text: as the result of a pending tool call, as a message, or as the text to continue.
-
-        Returns:
-            `bool`: whether the model can answer now: there was some text, and no tool call waits for its result.
+        Add the user's text, as a message or as the text to continue. Return whether there is a text to answer.
         """
         if self.is_raw:
             # Keep the white space of a line: the model continues exactly this text.
             self.text = text or self.text
             return bool(self.text)
-        if not (text := text.strip()):
-            return False
-        if self.pending_calls:
-            self._add_result(text)
-        else:
+        if text := text.strip():
             self.history.append({"role": "user", "content": text})
-        return not self.pending_calls
-
-    def _add_result(self, text: str) -> None:
-        """Add the result of the first pending tool call."""
-        name = self.pending_calls.pop(0)["function"]["name"]
-        self.history.append({"role": "tool", "name": name, "content": text})
+        return bool(text)
 
     def respond(self, write: Callable[[str], Any]) -> dict[str, Any]:
-        """Answer as [`answer`] does. While the answer calls tools that are functions, run them and answer again."""
+        """Answer as [`answer`] does. While the answer calls tools, run them and answer again."""
         message = self.answer(write)
-        for _ in range(MAX_TOOL_ROUNDS):
-            if not (self.functions and self.pending_calls):
+        for _ in range(MAX_TOOL_ROUNDS if self.functions else 0):
+            if not (calls := message.get("tool_calls")):
                 break
-            while self.pending_calls:
-                result = call_tool(self.functions, self.pending_calls[0])
-                self._add_result(result)
+            for call in calls:
+                result = call_tool(self.functions, call)
+                self.history.append({"role": "tool", "name": call["function"]["name"], "content": result})
                 write(f"\n(result) {result}")
             write("\n")
             message = self.answer(write)
@@ -191,8 +172,6 @@ class Chat:
             self.text += message["content"]
         else:
             self.history.append(message)
-            # Each of the next lines of the user is the result of one call.
-            self.pending_calls = list(message.get("tool_calls", []))
         return message
 
     def _generate(self, ids: list[int], streamer: "PartsStreamer") -> None:
@@ -224,7 +203,7 @@ class Chat:
             self.set_temperature(float(value))
             return f"temperature: {self.temperature:g}"
         if name == "/reset":
-            self.history, self.pending_calls, self.text = [], [], ""
+            self.history, self.text = [], ""
             return "the conversation is empty"
         if name == "/save" and value:
             return self._save(value)
@@ -265,7 +244,7 @@ class Chat:
             sys.stdin.reconfigure(errors="replace")
         while True:
             try:
-                line = input(self.prompt)
+                line = input("> ")
             except (EOFError, KeyboardInterrupt):
                 print()
                 return

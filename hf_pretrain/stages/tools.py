@@ -14,7 +14,6 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -103,18 +102,10 @@ def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:
 
 def read_tools(name: str | None) -> tuple[list[dict[str, Any]] | None, dict[str, Callable[..., Any]]]:
     """
-    Return the JSON schemas of tools, and the functions that run them, by name.
-
-    Args:
-        name (`str`, *optional*): a JSON file of schemas, whose calls only the user can answer, or a name for
-            [`load_tools`].
+    Return the JSON schemas of the tools that [`load_tools`] finds by a name, and the functions that run them, by name.
     """
-    if not name:
-        return None, {}
-    if name.endswith(".json") or Path(name).is_file():
-        return read_schemas(Path(name).read_text(encoding="utf-8")), {}
-    functions = load_tools([name]) or []
-    return [get_json_schema(function) for function in functions], {each.__name__: each for each in functions}
+    functions = load_tools([name] if name else None) or []
+    return [get_json_schema(each) for each in functions] or None, {each.__name__: each for each in functions}
 
 
 def call_tool(functions: dict[str, Callable[..., Any]], call: dict[str, Any]) -> str:

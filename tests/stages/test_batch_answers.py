@@ -26,7 +26,8 @@ RECORDS = [
 
 
 def generate(path, source, *flags):
-    command = [sys.executable, str(ROOT / "recipes/generate.py"), "--input", str(source), "--use_cpu", "--greedy"]
+    command = [sys.executable, str(ROOT / "recipes/generate.py"), "--input", str(source), "--use_cpu"]
+    command += ["--temperature", "0"]
     return start([*command, "--max_new_tokens", "30", "--batch_size", "2", "--output", str(path), *flags])
 
 
@@ -57,7 +58,7 @@ def test_answers_equal_those_of_transformers_one_by_one(talker, tmp_path):
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_killed_run_is_completed(talker, tmp_path, do_sample):
     model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
-    prompts = read_prompts(Path(write_jsonl(tmp_path / "prompts.jsonl", RECORDS)), tokenizer, max_tokens=300)
+    prompts = read_prompts(Path(write_jsonl(tmp_path / "prompts.jsonl", RECORDS)), tokenizer, max_tokens=400)
     options = {"batch_size": 2, "max_new_tokens": 12, "do_sample": do_sample, "pad_token_id": tokenizer.pad_token_id}
     path = tmp_path / "answers.jsonl"
     assert write_answers(prompts, path, model, tokenizer, **options) == 0

@@ -14,9 +14,10 @@ import pytest
 from openai import OpenAI
 
 from hf_pretrain.stages import chat_page
-from hf_pretrain.stages.chat_page import Endpoint, add_text, show, stream_answer, to_request
+from hf_pretrain.stages.chat_page import Endpoint, begin_answer, show, to_request
+from hf_pretrain.stages.tools import read_tools
 from tests.invariants.launching import ROOT, cpu_environment, free_port
-from tests.talking import CHINESE, TOOL, save_rambler
+from tests.talking import CHINESE, save_rambler
 
 
 # The machine may be busy with other tests.
@@ -27,7 +28,7 @@ LENGTH = "Longest answer in tokens"
 # Histories
 
 
-QUESTION = {"role": "user", "content": "weather?"}
+QUESTION = {"role": "user", "content": "weather in Oslo?"}
 RUNNING = {"role": "assistant", "content": "", "is_running": True}
 
 
@@ -41,17 +42,6 @@ def called(*names: str) -> dict:
 
 def result(name: str, text: str) -> dict:
     return {"role": "tool", "tool_call_id": f"call-{name}", "content": text}
-
-
-def test_a_text_is_the_result_of_the_first_call_that_waits():
-    histories = [[QUESTION, called("a", "b")], [QUESTION, {"role": "assistant", "content": "dry"}]]
-    first = add_text(histories, "1")
-    assert first == [[*histories[0], result("a", "1")], histories[1]]
-    second = add_text(first, "2")
-    assert second == [[*first[0], result("b", "2"), RUNNING], histories[1]]
-    # All calls have their results, so the next text is a question for both models.
-    ended = [second[0][:-1] + [{"role": "assistant", "content": "dry"}], second[1]]
-    assert [history[-2:] for history in add_text(ended, "3")] == [[{"role": "user", "content": "3"}, RUNNING]] * 2
 
 
 def test_a_request_has_neither_reasoning_nor_errors_nor_empty_answers():
@@ -71,24 +61,23 @@ def test_a_request_has_neither_reasoning_nor_errors_nor_empty_answers():
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == '{"city'
 
 
-def test_the_page_runs_tools_and_asks_again_with_their_results(monkeypatch):
-    answers = iter([called("f", "f"), {"role": "assistant", "content": "done"}])
-    requests = []
-
-    async def stream(endpoint, history, *settings):
-        requests.append(history)
-        yield next(answers)
+def answer_with(endpoint: Endpoint, tools: tuple, *settings) -> list[dict]:
+    """Return the history of an answer to a question, with the handler of the page and without a browser."""
 
     async def collect():
-        handler = chat_page._answering(None, {"f": lambda: "rain"})
-        session = SimpleNamespace(session_hash="a")
-        return [now async for _, now in handler(session, [QUESTION, RUNNING])]
+        handler, session = chat_page._answering(endpoint, tools), SimpleNamespace(session_hash="a")
+        return [now async for _, now in handler(session, begin_answer([], QUESTION["content"]), *settings)]
+
+    return asyncio.run(collect())[-1]
+
+
+def test_a_model_that_only_calls_tools_comes_to_an_end(monkeypatch):
+    async def stream(endpoint, history, *settings):
+        yield called("f", "f")
 
     monkeypatch.setattr(chat_page, "stream_answer", stream)
-    final = asyncio.run(collect())[-1]
-    results = [result("f", "rain")] * 2
-    assert final == [QUESTION, called("f", "f"), *results, {"role": "assistant", "content": "done"}]
-    assert requests == [[QUESTION], final[:-1]]
+    history = answer_with(None, (None, {"f": lambda: "rain"}))
+    assert history == [QUESTION, *[called("f", "f"), *[result("f", "rain")] * 2] * 15, called("f", "f")]
 
 
 def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
@@ -104,14 +93,10 @@ def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
     assert "empty" in show([RUNNING | {"is_running": False}])[0]["content"]
 
 
-@pytest.mark.parametrize(("tools", "words"), [("", "Connection error"), ("{", "Tools must be a JSON list")])
-def test_an_error_is_an_answer_and_not_a_crash(tools, words):
-    async def ask() -> list[dict]:
-        return [each async for each in stream_answer(Endpoint("m", url), [QUESTION], "", 0.8, 0.9, 5, True, tools, 32)]
-
+def test_an_error_is_an_answer_and_not_a_crash():
     url = f"http://127.0.0.1:{free_port()}/v1"
-    (answer,) = asyncio.run(ask())
-    assert url in answer["error"] and words in answer["error"]
+    _, answer = answer_with(Endpoint("m", url), (None, {}), "", 0.8, 0.9, 5, True, 32)
+    assert url in answer["error"] and "Connection error" in answer["error"]
 
 
 # The page
@@ -129,7 +114,7 @@ def served(models) -> Iterator[tuple[str, int]]:
     """Serve a page, and give its address and the first port of its servers. At the end, they stop during an answer."""
     web_port, port = free_port(), free_port()
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--web", "--web_port", str(web_port), "--seed", "0"]
-    command += ["--port", str(port), "--device", "cpu", "--reasoning", "on"]
+    command += ["--port", str(port), "--use_cpu", "--think", "on"]
     command += ["--model_name_or_path", models[0], "--compare", models[1]]
     # A proxy cannot reach the servers of this machine.
     process = subprocess.Popen(command, env=cpu_environment(http_proxy="http://127.0.0.1:9", no_proxy="example.org"))
@@ -288,7 +273,7 @@ def test_stop_and_new_chat_and_closing_the_page_end_answers_at_the_server(chat, 
 @pytest.mark.slow
 def test_settings_reach_the_server(chat, served, models):
     ask(chat, " ")
-    chat.wait_for_timeout(1000)
+    chat.get_by_text("Type a message first").first.wait_for()
     assert chat.locator(".message").count() == 0
     set_number(chat, LENGTH, 30)
     # At a lower temperature, two sampled answers of this model may be equal.
@@ -314,18 +299,11 @@ def test_settings_reach_the_server(chat, served, models):
 
 
 @pytest.mark.slow
-def test_a_tool_is_called_and_gets_the_result_that_the_user_types(chat):
-    set_number(chat, LENGTH, 60)
-    chat.get_by_label("Tools (JSON list of schemas)").fill(json.dumps([TOOL]))
-    ask(chat, "weather in Oslo?")
-    wait_for_text(chat, 0, "Call of the tool get_weather")
-    wait_for_text(chat, 0, '"city": "Oslo"')
-    wait_for_end(chat, 0)
-    wait_for_end(chat, 1)
-    ask(chat, "rain")
-    wait_for_text(chat, 0, "It rains in Oslo.")
-    # The other model has called nothing, so the result is not for it.
-    assert chat.locator("#chat-1 .user.message").all_inner_texts() == ["weather in Oslo?"]
+def test_a_tool_is_called_and_its_result_is_used(served, models):
+    endpoint = Endpoint(models[0], f"http://127.0.0.1:{served[1]}/v1")
+    history = answer_with(endpoint, read_tools("tests.talking:get_weather"), "", 0, 0.9, 60, True, 32)
+    assert [message["role"] for message in history] == ["user", "assistant", "tool", "assistant"]
+    assert history[2]["content"] == "rain" and history[3]["content"] == "It rains in Oslo."
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from hf_pretrain.stages.terminal_chat import AUTO_PROMPTS, Chat, PartsStreamer, 
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.invariants.launching import ROOT
-from tests.talking import CALL, TOOL
+from tests.talking import CALL, TOOL, WEATHER
 from tests.training.test_masked_loss_trainer import make_documents, make_model, make_trainer
 
 
@@ -37,11 +37,7 @@ def raw(model, talker) -> Chat:
     return Chat(model, load_tokenizer(talker), is_raw=True, temperature=0, max_new_tokens=8)
 
 
-@pytest.fixture(scope="module")
-def tools_file(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("tools") / "tools.json"
-    path.write_text(json.dumps([TOOL]))
-    return str(path)
+TOOLS = "tests.talking:get_weather"
 
 
 def test_an_answer_is_shown_in_its_parts_and_remembered(chat):
@@ -88,24 +84,24 @@ def test_only_the_last_turns_reach_the_model(chat, monkeypatch):
     assert len(chat.messages) == 5
 
 
-def test_a_tool_is_called_and_its_result_is_used(chat, tools_file, tmp_path):
-    assert chat.run_command(f"/tools {tools_file}") == "tools: get_weather"
+@pytest.mark.parametrize("result", ["rain", ""])
+def test_a_tool_is_called_and_its_result_is_used(chat, tmp_path, result):
+    assert chat.run_command(f"/tools {TOOLS}") == "tools: get_weather" and chat.tools == [TOOL]
+    chat.functions = {"get_weather": lambda city: result if city == "Oslo" else "sun"}
     chat.say("weather in Oslo?")
     shown = []
-    assert chat.answer(shown.append)["tool_calls"] == [CALL]
-    assert "".join(shown) == '(calls) get_weather {"city": "Oslo"}'
-    assert chat.prompt == "get_weather returns: "
-    chat.say("rain")
-    assert chat.prompt == "> " and chat.history[-1]["role"] == "tool"
-    assert chat.answer(list)["content"] == "It rains in Oslo."
+    answer = chat.respond(shown.append)
+    assert chat.history == [WEATHER[0], WEATHER[1], {**WEATHER[2], "name": "get_weather", "content": result}, answer]
+    if result:
+        assert "".join(shown) == '(calls) get_weather {"city": "Oslo"}\n(result) rain\nIt rains in Oslo.'
     for _ in range(2):
         chat.run_command(f"/save {tmp_path}/chats.jsonl")
     first, second = map(json.loads, (tmp_path / "chats.jsonl").read_text().splitlines())
     assert first == second == {"messages": chat.messages, "tools": [TOOL]}
 
 
-def test_an_answer_cut_off_within_a_tool_call_is_kept(chat, tools_file):
-    chat.run_command(f"/tools {tools_file}")
+def test_an_answer_cut_off_within_a_tool_call_is_kept(chat):
+    chat.run_command(f"/tools {TOOLS}")
     for chat.max_new_tokens in range(1, 40):
         chat.run_command("/reset")
         chat.say("weather in Oslo?")
@@ -233,13 +229,11 @@ def test_the_files_of_the_model_alone_tell_base_models(raw, tmp_path, kind, is_b
 # Mistakes, and the recipe
 
 
-def test_mistakes_are_reported(chat, raw, tmp_path):
-    (tmp_path / "tools.json").write_text('[{"function": {"name": 3}}]')
+def test_mistakes_are_reported(chat, raw):
     for each, line, message in (
         (chat, "/sing", "'/sing' is not a command"),
         (chat, "/think", "'/think' is not a command"),
-        (chat, "/tools nowhere.json", "No such file.*nowhere.json"),
-        (chat, f"/tools {tmp_path}/tools.json", "Tools must be a JSON list such as"),
+        (chat, "/tools calculater", "--tools calculater is unknown; the nearest one is calculator"),
         (chat, "/temperature warm", "'warm'"),
         (chat, "/temperature nan", "The temperature nan must be 0 or a positive number"),
         (raw, "/save file", "there is no text yet"),
@@ -255,7 +249,7 @@ def run_recipe(monkeypatch, capsys):
     """Run the recipe in this process with some typed lines, and return what it prints."""
 
     def run(*arguments: str, typed: bytes = b"") -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["chat.py", "--greedy", *arguments])
+        monkeypatch.setattr(sys, "argv", ["chat.py", "--temperature", "0", *arguments])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         runpy.run_path(str(ROOT / "recipes/chat.py"), run_name="__main__")
         return capsys.readouterr()
@@ -263,21 +257,22 @@ def run_recipe(monkeypatch, capsys):
     return run
 
 
-def test_the_recipe_talks_with_the_newest_run(talker, tmp_path, tools_file, run_recipe, monkeypatch):
+def test_the_recipe_talks_with_the_newest_run(talker, tmp_path, run_recipe, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/run").symlink_to(talker)
-    out, err = run_recipe("--prompt", "weather in Oslo?", "--tools", tools_file)
-    assert out == '(calls) get_weather {"city": "Oslo"}\n' and re.search(r"^\d+ tokens, [\d.]+ tokens/s$", err, re.M)
-    lines = [b"/think off", b"two and two?", b"/nothing", b"/system \xff", f"/tools {tools_file}".encode(), b"/reset"]
-    lines += [b"/system", b"/temperature hot", b"/think on", b"weather in Oslo?", b"rain", b"/exit", b"hello"]
+    monkeypatch.syspath_prepend(ROOT)
+    out, err = run_recipe("--prompt", "weather in Oslo?", "--tools", TOOLS)
+    assert out.startswith('(calls) get_weather {"city": "Oslo"}\n') and re.search(
+        r"^\d+ tokens, [\d.]+ tokens/s$", err, re.M
+    )
+    lines = [b"/think off", b"two and two?", b"/nothing", b"/system \xff", f"/tools {TOOLS}".encode(), b"/reset"]
+    lines += [b"/system", b"/temperature hot", b"/think on", b"weather in Oslo?", b"/exit", b"hello"]
     out, _ = run_recipe(typed=b"\n".join(lines))
     out = re.sub(r"\[\d+ tokens, [\d.]+ tokens/s\]", "[speed]", out)
     assert out.startswith("out/run\n/help lists the commands.\n> thinking is off\n> It is four.\n[speed]\n> ")
     assert "'/nothing' is not a command" in out and "'hot'" in out and "system: \ufffd" in out
-    assert out.endswith(
-        '> (calls) get_weather {"city": "Oslo"}\n[speed]\nget_weather returns: It rains in Oslo.\n[speed]\n> '
-    )
+    assert out.endswith('> (calls) get_weather {"city": "Oslo"}\n(result) rain\nIt rains in Oslo.\n[speed]\n> ')
 
 
 def test_the_recipe_answers_eight_questions_with_more_positions(talker, run_recipe):

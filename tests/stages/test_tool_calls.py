@@ -38,18 +38,6 @@ def test_the_tools_of_a_module_have_schemas_and_run():
         assert words in json.loads(call_tool(functions, {"function": function}))["error"]
 
 
-@pytest.mark.parametrize("result", ["rain", ""])
-def test_the_terminal_chat_runs_tools_and_answers_with_their_results(talker, tokenizer, result):
-    chat = Chat(MiniMindForCausalLM.from_pretrained(talker).eval(), tokenizer, temperature=0, max_new_tokens=60)
-    chat.tools, chat.functions = [TOOL], {"get_weather": lambda city: result if city == "Oslo" else "sun"}
-    chat.say(WEATHER[0]["content"])
-    shown = []
-    answer = chat.respond(shown.append)
-    assert chat.history == [WEATHER[0], WEATHER[1], {**WEATHER[2], "name": "get_weather", "content": result}, answer]
-    if result:
-        assert "".join(shown) == '(calls) get_weather {"city": "Oslo"}\n(result) rain\nIt rains in Oslo.'
-
-
 def test_a_model_that_only_calls_tools_comes_to_an_end(tokenizer):
     chat = Chat(ScriptedModel(tokenizer, [[CALL["function"]]] * 40), tokenizer)
     chat.functions = {"get_weather": lambda city: "rain"}

@@ -77,7 +77,7 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
             "--history 2 --think off --top_p 0.9 --model_name_or_path out/sft",
         ),
         ("serve", "--load_from out/a --use_moe 0 --lora_weight None", "--model_name_or_path out/a"),
-        ("serve", "--reasoning off --device cpu", "--reasoning off --device cpu"),
+        ("serve", "--open_thinking 0 --device cpu", "--think off --use_cpu"),
         ("dpo", "--batch_size 4 --beta 0.15", "--per_device_train_batch_size 4 --beta 0.15"),
     ],
 )
