@@ -136,6 +136,8 @@ class DistillationTrainer(MaskedLossTrainer):
     def __init__(self, *args, teacher: PreTrainedModel, distillation_args: DistillationArguments, **kwargs):
         super().__init__(*args, **kwargs)
         self.distillation_args = distillation_args
+        # A resume compares them, also without the recipe.
+        self.args.other_arguments = (*self.args.other_arguments, distillation_args)
         # Output heads may be wider than the tokenizer, and differ in width.
         self._shared_vocab_size = min(self.model.config.vocab_size, teacher.config.vocab_size)
         # Do not make the teacher a submodule of the student, because it must not be saved, sharded or counted with it.
@@ -145,9 +147,6 @@ class DistillationTrainer(MaskedLossTrainer):
         # For each evaluated batch, the sum of w * KL and the sum of w.
         self._eval_divergences: list[torch.Tensor] = []
         self._teacher_log_probs = torch.empty(0)
-
-    def _other_arguments(self) -> list[Any]:
-        return [*super()._other_arguments(), self.distillation_args]
 
     def _extra_flops_per_token(self) -> float:
         """Return the teacher's FLOPs per token: 2 per parameter, for a forward pass."""

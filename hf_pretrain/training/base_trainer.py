@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import sharded
@@ -32,7 +32,7 @@ from .float8 import convert_to_float8
 from .launch import check_accumulation, complete_fsdp_args, launcher
 from .measurements import Throughput, peak_memory_bytes
 from .optimizers import build_muon, complete_schedule
-from .resume_check import RunDescription, digest_fixed_weights
+from .resume_check import check_resume, describe_run, digest_fixed_weights
 from .run_directory import RunDirectory
 from .stopping import GradientCheck, RunStopped, StopCallback, end_stopped_run, record_stop, restore_endings
 from .training_arguments import LMTrainingArguments, complete_learning_rate, optimizer_name
@@ -45,16 +45,15 @@ class RunTrainer(Trainer):
     `run_facts` holds facts about the data for the model card; all other arguments are Trainer's.
     """
 
-    def __init__(
-        self, model: Any, *, args: TrainingArguments | None = None, run_facts: RunFacts | None = None, **kwargs: Any
-    ):
-        args = args or TrainingArguments()
+    args: LMTrainingArguments
+
+    def __init__(self, model: Any, *, args: LMTrainingArguments, run_facts: RunFacts | None = None, **kwargs: Any):
+        if not isinstance(args, LMTrainingArguments):
+            raise UserError("The trainer needs LMTrainingArguments of hf_pretrain, which have all TrainingArguments.")
         self.run_facts = run_facts or RunFacts()
-        # Plain `TrainingArguments` have none of our flags.
-        self.lm_args = args if isinstance(args, LMTrainingArguments) else None
-        if self.lm_args is not None and kwargs.get("eval_dataset") is None:
+        if kwargs.get("eval_dataset") is None:
             # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
-            self.lm_args.evaluate_never()
+            args.evaluate_never()
         self.signals, self._throughput = SignalListener(), Throughput()
         self._checkpoint: str | None = None
         # Digest these weights now: later, they are wrapped or sharded.
@@ -66,7 +65,7 @@ class RunTrainer(Trainer):
         # it, so the constructor must not see the request.
         save_only_model = args.save_only_model
         args.save_only_model = save_only_model or model.is_distributed_loading_by_transformers
-        if self.lm_args is not None and self.lm_args.has_default_workers and is_stream(kwargs.get("train_dataset")):
+        if args.has_default_workers and is_stream(kwargs.get("train_dataset")):
             # The order of a stream depends on the number of its readers.
             args.dataloader_num_workers = 0
         super().__init__(model, args=args, **kwargs)
@@ -76,9 +75,8 @@ class RunTrainer(Trainer):
         # DeepSpeed's norm is on the host already.
         is_late = self.args.device.type == "cuda" and not self.is_deepspeed_enabled
         self.gradient_check = GradientCheck(self, is_late=is_late)
-        self.time_budget: TimeBudget | None = None
-        if self.lm_args is not None and self.lm_args.max_minutes is not None:
-            self.time_budget = TimeBudget(self.lm_args.max_minutes, self.ranks)
+        self.time_budget = TimeBudget(args.max_minutes, self.ranks) if args.max_minutes is not None else None
+        if self.time_budget is not None:
             self.add_callback(self.time_budget)
         self.add_callback(StopCallback(self.ranks, self.signals, begin=self._begin_training))
         self._prepare_model(base_model_of(self.model))
@@ -91,10 +89,10 @@ class RunTrainer(Trainer):
             # Files hold a tied head once, as the embedding, and Trainer would warn on resume that it is missing.
             self.model._keys_to_ignore_on_save = list(base_model._tied_weights_keys or ())
         check_accumulation(args, base_model)
-        if self.lm_args is not None and self.lm_args.fp8:
-            convert_to_float8(base_model.model.layers, emulates=self.lm_args.fp8_emulate)
-        if self.lm_args is not None and self.lm_args.compiles_layers:
-            compile_layers(base_model.model.layers, args.device, **self.lm_args.compile_options)
+        if args.fp8:
+            convert_to_float8(base_model.model.layers, emulates=args.fp8_emulate)
+        if args.compiles_layers:
+            compile_layers(base_model.model.layers, args.device, **args.compile_options)
 
     # Devices, optimizer and rows
 
@@ -138,10 +136,6 @@ class RunTrainer(Trainer):
         with complete_schedule(self.args, num_training_steps):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
         return scheduler if budget is None else budget.follow(scheduler)
-
-    def _other_arguments(self) -> list[Any]:
-        """Return the arguments of the run besides `args`. Subclasses that get more override this method."""
-        return [] if self.lm_args is None else list(self.lm_args.other_arguments)
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         """Return the rows that a data loader reads. Subclasses override this method instead of `_get_dataloader`."""
@@ -192,20 +186,18 @@ class RunTrainer(Trainer):
 
     def _describe_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
-        others = self._other_arguments()
-        self.description = RunDescription.of(self, self._fixed_weights, layout=self._layout, others=others)
+        self._description = describe_run(self, self._fixed_weights)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if self._checkpoint is not None:
-            self.description.check_resume(self._checkpoint, self.state)
+            check_resume(self._checkpoint, self._description, self.args)
         on_main_process(self.args, self.writer.check_space)
 
     def _begin_training(self) -> None:
         """Prepare the parts for the first step."""
         self._throughput = Throughput(self.state.num_input_tokens_seen)
-        if self.lm_args is not None:
-            space_evaluations(self.lm_args, self.state)
+        space_evaluations(self.args, self.state)
         if self._checkpoint is not None:
             # The run that wrote the checkpoint has evaluated before its first step.
             self.args.eval_on_start = False
@@ -263,7 +255,7 @@ class RunTrainer(Trainer):
     # Checkpoints and models
 
     @property
-    def _layout(self) -> str:
+    def layout(self) -> str:
         """Layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`."""
         if self.is_deepspeed_enabled:
             return f"ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage}"
@@ -276,14 +268,13 @@ class RunTrainer(Trainer):
         """Write, push and rotate."""
         self.gradient_check.read()
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
-        run = self.description.after(self.state)
 
         def add_files(directory: Path) -> None:
             # Trainer wrote the state before the path of the best checkpoint was corrected.
             self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
         with self._throughput.paused():
-            with self.writer.writing_checkpoint(target, run, add_files=add_files) as source:
+            with self.writer.writing_checkpoint(target, self._description, add_files=add_files) as source:
                 super()._save_checkpoint(model, trial)
                 # Trainer recorded the path in `.saving/` as the best checkpoint.
                 if self.state.best_model_checkpoint == str(source):
@@ -303,8 +294,8 @@ class RunTrainer(Trainer):
         self.gradient_check.read()
         with self.writer.writing_model(Path(output_dir or self.args.output_dir)) as source:
             self._write_model(str(source))
-            if self.lm_args is not None and self.lm_args.save_dtype and self.args.should_save:
-                cast_files(source, self.lm_args.save_dtype)
+            if self.args.save_dtype and self.args.should_save:
+                cast_files(source, self.args.save_dtype)
 
     def _write_model(self, directory: str) -> None:
         """Write the whole model to a directory. All ranks must call this method."""
@@ -351,13 +342,11 @@ class RunTrainer(Trainer):
             self.hub_model_id = self.pusher.repo_id = create_repository(name, private=self.args.hub_private_repo)
 
     def create_model_card(self, **kwargs: Any) -> None:
-        """Write the card of a run to `output_dir`. With plain `TrainingArguments`, Trainer writes its own."""
-        if self.lm_args is None:
-            super().create_model_card(**kwargs)
-        elif self.is_world_process_zero():
+        """Write the card of a run to `output_dir`."""
+        if self.is_world_process_zero():
             model = self.accelerator.unwrap_model(self.model)
             repo_id = self.hub_model_id or Path(self.args.output_dir).name
-            write_run_card(self.lm_args, model, self.state, self.run_facts, repo_id, self._layout)
+            write_run_card(self.args, model, self.state, self.run_facts, repo_id, self.layout)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
@@ -34,6 +34,7 @@ from .base_trainer import RunTrainer
 from .launch import check_micro_batch
 from .measurements import Meter, RouterLoad, flops_per_token, known_peak, record_router_load
 from .stopping import end_nonfinite_run
+from .training_arguments import LMTrainingArguments
 
 
 class MaskedLossTrainer(RunTrainer):
@@ -64,18 +65,14 @@ class MaskedLossTrainer(RunTrainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        args: TrainingArguments | None = None,
+        args: LMTrainingArguments,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ):
         if data_collator is None:
             # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
             data_collator = DataCollatorForPackedRows(base_model_of(model).config.pad_token_id or 0)
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
-        super().__init__(model, args=args, data_collator=data_collator, **data, **kwargs)
+        super().__init__(model, args=args, data_collator=data_collator, **kwargs)
         self._check_arguments()
         # The collators read columns that `forward` does not name.
         self.args.remove_unused_columns = False

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.errors import UserError
-from ..runtime.ranks import Ranks
 from ..weights.adapters import is_adapted
 from .training_arguments import LMTrainingArguments, optimizer_name
 
@@ -83,28 +81,23 @@ _CONFIG_HARMLESS = {
 _REFERENCE_COLUMNS = {"ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"}
 
 
-def describe_settings(
-    args: TrainingArguments, others: Iterable[Any] = (), *, depends_on: Iterable[str] = ()
-) -> dict[str, Any]:
-    """
-    Return all arguments of a run that change its updates, by name.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]): the training arguments.
-        others (dataclasses): the other arguments of the run.
-        depends_on (`Iterable[str]`): further arguments that change the updates of this run.
-    """
-    values = {name: value for part in others for name, value in vars(part).items()} | args.to_dict()
+def describe_settings(args: LMTrainingArguments, dataset: Any) -> dict[str, Any]:
+    """Return all arguments of a run that change its updates, by name."""
+    values = {name: value for part in args.other_arguments for name, value in vars(part).items()} | args.to_dict()
     schedule = values["lr_scheduler_type"]
     harmless = _NOT_COMPARED + (() if schedule == "reduce_lr_on_plateau" else _EVALUATION)
     # These schedules do not depend on the number of steps, unless the warmup is a share of it.
-    is_endless = schedule == "constant" or (schedule == "constant_with_warmup" and not 0 < args.warmup_steps < 1)
-    if is_endless:
+    if schedule == "constant" or (schedule == "constant_with_warmup" and not 0 < args.warmup_steps < 1):
         harmless += ("num_train_epochs", "max_steps")
     deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
     compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
-    return _plain({name: values[name] for name in sorted(compared | {*depends_on})})
+    # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.
+    if args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch:
+        compared.add("per_device_train_batch_size")
+    elif isinstance(dataset, datasets.IterableDataset) and args.dataloader_num_workers > 1:
+        compared |= {"per_device_train_batch_size", "dataloader_num_workers"}
+    return _plain({name: values[name] for name in sorted(compared)})
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -157,139 +150,94 @@ def digest_weights(parameters: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def digest_fixed_weights(model: PreTrainedModel, args: TrainingArguments) -> dict[str, str]:
+def digest_fixed_weights(model: PreTrainedModel, args: LMTrainingArguments) -> dict[str, str]:
     """Return digests of the weights that change the updates but are in no checkpoint, by the role of the weights."""
     if is_adapted(model):
         # The base model is also the reference.
         return {"base model": digest_weights(weight for weight in model.parameters() if not weight.requires_grad)}
-    if isinstance(args, LMTrainingArguments) and args.has_reference:
-        return {"reference model": digest_weights(model.parameters())}
-    return {}
+    return {"reference model": digest_weights(model.parameters())} if args.has_reference else {}
 
 
-class RunDescription:
+def describe_run(trainer: Any, fixed_weights: dict[str, str]) -> dict[str, Any]:
     """
-    All values that must be equal for an exact resume, and the versions.
+    Return all values that must be equal for an exact resume, for the manifests of a run. All ranks must call this
+    function before the training, because Trainer changes the config of the model.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): the training arguments of the run.
-        layout (`str`): the layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`.
-        dataset: the training set.
-        model ([`~transformers.PreTrainedModel`]): the model before training, because Trainer changes its config.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*): the tokenizer of the rows.
-        others (dataclasses): the other arguments of the run.
-        fixed_weights (`dict[str, str]`, *optional*): results of [`digest_weights`], by the role of the weights.
+        trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run.
+        fixed_weights (`dict[str, str]`): results of [`digest_weights`], by the role of the weights.
+
+    Raises:
+        `ValueError`: if the ranks read different data.
     """
-
-    def __init__(
-        self,
-        args: TrainingArguments,
-        layout: str,
-        dataset: Any,
-        model: PreTrainedModel,
-        *,
-        tokenizer: Any = None,
-        others: Iterable[Any] = (),
-        fixed_weights: dict[str, str] | None = None,
-    ):
-        self.args, self.layout = args, layout
-        self.is_ours = isinstance(args, LMTrainingArguments)
-        # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.
-        depends_on = set()
-        if args.train_sampling_strategy == "group_by_length" or (self.is_ours and args.loss_depends_on_micro_batch):
-            depends_on = {"per_device_train_batch_size"}
-        elif isinstance(dataset, datasets.IterableDataset) and args.dataloader_num_workers > 1:
-            depends_on = {"per_device_train_batch_size", "dataloader_num_workers"}
-        self.settings = describe_settings(args, others, depends_on=depends_on)
-        self.data = describe_data(dataset)
-        adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
-        self.contents = {"data": self.data, "config": describe_config(model.config), "adapter": adapter}
-        self.contents |= {role: {"digest": digest} for role, digest in (fixed_weights or {}).items()}
-        if isinstance(tokenizer, PreTrainedTokenizerBase):
-            # GRPO renders its prompts during the training.
-            words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
-            self.contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
-
-    @classmethod
-    def of(cls, trainer: Any, fixed_weights: dict[str, str], **described: Any) -> "RunDescription":
-        """Describe the run of a trainer, whose ranks must all call this method and read the same data."""
-        description = cls(
-            trainer.args,
-            dataset=trainer.train_dataset,
-            model=trainer.accelerator.unwrap_model(trainer.model),
-            tokenizer=trainer.processing_class,
-            # Under ZeRO-3, each rank has digested its own shards.
-            fixed_weights=trainer.ranks.gather(fixed_weights)[0],
-            **described,
+    args, model, tokenizer = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+    # Every rank sees all descriptions, so either all ranks raise or none does.
+    data = trainer.ranks.gather(describe_data(trainer.train_dataset))
+    if any(description != data[0] for description in data):
+        raise UserError(
+            f"The ranks read different data: {data}. A file changed while they read it, or differs between the "
+            "machines. Make the files equal, and start again."
         )
-        description.check_same_data(trainer.ranks)
-        return description
+    adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
+    contents = {"data": data[0], "config": describe_config(model.config), "adapter": adapter}
+    # Under ZeRO-3, each rank has digested its own shards.
+    contents |= {role: {"digest": digest} for role, digest in trainer.ranks.gather(fixed_weights)[0].items()}
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        # GRPO renders its prompts during the training.
+        words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
+        contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
+    return {
+        "world_size": args.world_size,
+        "threads": torch.get_num_threads(),
+        "global_batch": args.rows_per_step,
+        "layout": trainer.layout,
+        "optimizer": optimizer_name(args),
+        "save_only_model": args.save_only_model,
+        "settings": describe_settings(args, trainer.train_dataset),
+        "contents": contents,
+    }
 
-    def after(self, state: TrainerState) -> dict[str, Any]:
-        """Return the description, with the progress of the run."""
-        args = self.args
-        # Tensor-parallel ranks share their rows.
-        data_ranks = args.world_size // (args.tp_size if self.is_ours else 1)
-        return {
-            "step": state.global_step,
-            "num_tokens": state.num_input_tokens_seen,
-            "world_size": args.world_size,
-            "threads": torch.get_num_threads(),
-            "global_batch": args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks,
-            "layout": self.layout,
-            "optimizer": optimizer_name(args),
-            "save_only_model": args.save_only_model,
-            "settings": self.settings,
-            "contents": self.contents,
-            "versions": {name: version(name) for name in ("hf_pretrain", "torch", "transformers")},
-        }
 
-    def check_same_data(self, ranks: Ranks) -> None:
-        """Raise `ValueError` if the ranks read different data. All ranks must call this method."""
-        # Every rank sees all descriptions, so either all ranks raise or none does.
-        descriptions = ranks.gather(self.data)
-        if any(description != descriptions[0] for description in descriptions):
-            raise UserError(
-                f"The ranks read different data: {descriptions}. A file changed while they read it, or differs "
-                "between the machines. Make the files equal, and start again."
-            )
+def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments) -> None:
+    """
+    Warn about differences between this run and the run that saved `checkpoint`. Skip one without a manifest.
 
-    def check_resume(self, checkpoint: str, state: TrainerState) -> None:
-        """
-        Warn about differences between this run and the run that saved `checkpoint`. Skip one without a manifest.
+    Args:
+        checkpoint (`str`): the checkpoint to resume from.
+        now (`dict`): the result of [`describe_run`] for this run.
+        args ([`LMTrainingArguments`]): the training arguments.
 
-        Raises:
-            `ValueError`: if this run cannot resume from the checkpoint, or not exactly without
-                `--allow_inexact_resume`.
-        """
-        if not Path(checkpoint, MANIFEST_NAME).exists():
-            return
-        then, now = read_manifest(checkpoint)["run"], self.after(state)
-        if then.keys() != now.keys():
-            raise UserError(
-                f"This run cannot resume from {checkpoint}: another version of hf_pretrain wrote its {MANIFEST_NAME}. "
-                f"Start a new run from its weights: --model_name_or_path {checkpoint}."
-            )
-        fatal, inexact = _find_obstacles(then, now)
-        if fatal:
-            raise UserError(
-                f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
-                f"with, or start a new run from its weights: --model_name_or_path {checkpoint}."
-            )
-        if inexact and not (self.is_ours and self.args.allow_inexact_resume):
-            raise UserError(
-                f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
-                "and data, or resume nevertheless with --allow_inexact_resume."
-            )
-        names = ("world_size", "threads") if self.args.device.type == "cpu" else ("world_size",)
-        if any(then[name] != now[name] for name in names):
-            logger.warning(
-                f"{checkpoint} was saved by {then['world_size']} process(es) of {then['threads']} thread(s), and "
-                f"{now['world_size']} of {now['threads']} resume it. Each step takes the same rows, but random "
-                "numbers (dropout) or the last bits of sums differ. OMP_NUM_THREADS sets the number of threads."
-            )
-        if inexact:
-            logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
+    Raises:
+        `ValueError`: if this run cannot resume from the checkpoint, or not exactly without `--allow_inexact_resume`.
+    """
+    if not Path(checkpoint, MANIFEST_NAME).exists():
+        return
+    then = read_manifest(checkpoint)["run"]
+    if then.keys() != now.keys():
+        raise UserError(
+            f"This run cannot resume from {checkpoint}: another version of hf_pretrain wrote its {MANIFEST_NAME}. "
+            f"Start a new run from its weights: --model_name_or_path {checkpoint}."
+        )
+    fatal, inexact = _find_obstacles(then, now)
+    if fatal:
+        raise UserError(
+            f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
+            f"with, or start a new run from its weights: --model_name_or_path {checkpoint}."
+        )
+    if inexact and not args.allow_inexact_resume:
+        raise UserError(
+            f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
+            "and data, or resume nevertheless with --allow_inexact_resume."
+        )
+    names = ("world_size", "threads") if args.device.type == "cpu" else ("world_size",)
+    if any(then[name] != now[name] for name in names):
+        logger.warning(
+            f"{checkpoint} was saved by {then['world_size']} process(es) of {then['threads']} thread(s), and "
+            f"{now['world_size']} of {now['threads']} resume it. Each step takes the same rows, but random "
+            "numbers (dropout) or the last bits of sums differ. OMP_NUM_THREADS sets the number of threads."
+        )
+    if inexact:
+        logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
 
 
 def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -297,8 +245,8 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     Return the reasons that forbid resuming, and the reasons that make it inexact.
 
     Args:
-        then (`dict`): the result of [`RunDescription.after`] from the manifest of a checkpoint.
-        now (`dict`): the result of [`RunDescription.after`] for this run.
+        then (`dict`): the result of [`describe_run`] from the manifest of a checkpoint.
+        now (`dict`): the result of [`describe_run`] for this run.
     """
     fatal = []
     if then["optimizer"] != now["optimizer"]:

@@ -366,16 +366,15 @@ def default_learning_rate(optim_preset: str, hidden_size: int) -> float:
     return DEFAULT_LEARNING_RATES[optim_preset] * 192 / hidden_size
 
 
-def complete_learning_rate(args: TrainingArguments, hidden_size: int) -> None:
+def complete_learning_rate(args: LMTrainingArguments, hidden_size: int) -> None:
     """Set the learning rate of pretraining if the user left it out, for a model of the given width."""
     if args.learning_rate is None:
         args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
 
 
-def optimizer_name(args: TrainingArguments) -> str:
+def optimizer_name(args: LMTrainingArguments) -> str:
     """Return the name of the optimizer: `muon` with `--optim_preset muon`, otherwise the value of `--optim`."""
-    is_muon = isinstance(args, LMTrainingArguments) and args.optim_preset == "muon"
-    return "muon" if is_muon else OptimizerNames(args.optim).value
+    return "muon" if args.optim_preset == "muon" else OptimizerNames(args.optim).value
 
 
 @dataclass

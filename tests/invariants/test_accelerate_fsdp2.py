@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import TrainingArguments
 
-from hf_pretrain import MaskedLossTrainer
+from hf_pretrain import LMTrainingArguments, MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.training import training_arguments
 from tests.toys import EXPERTS, toy_model
 
 
@@ -57,27 +57,28 @@ def make_rows(weight: float) -> list[dict]:
 
 def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) -> dict:
     model = toy_model(vocab_size=160, **MODELS[name])
-    args = TrainingArguments(
+    args = LMTrainingArguments(
         output_dir=str(directory),
         max_steps=3,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        optim="sgd",
+        **({"optim_preset": "muon"} if name == "muon" else {"optim": "sgd"}),
         learning_rate=1e-3 if name == "muon" else 0.5,
         lr_scheduler_type="constant",
+        warmup_steps=0,
         max_grad_norm=0,
         logging_steps=1,
         bf16=True,
         use_cpu=True,
         save_strategy="no",
+        eval_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-    if name == "muon":
-        # A flag of `LMTrainingArguments`, which refuse FSDP on a CPU.
-        args.optim_preset = "muon"
     rows = make_rows(weight=1.37)
-    trainer = trainer_class(model, args, DataCollatorForPackedRows(pad_token_id=0), rows, rows)
+    trainer = trainer_class(
+        model, args, DataCollatorForPackedRows(pad_token_id=0), train_dataset=rows, eval_dataset=rows
+    )
     trainer.train()
     weights = {key: value.detach() for key, value in trainer.model.named_parameters()}
     return {
@@ -93,6 +94,8 @@ def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) ->
 
 def worker(rank: int, directory: Path):
     torch.set_num_threads(1)
+    # It refuses FSDP on a CPU.
+    training_arguments.check_device = lambda args: None
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     for name in MODELS:

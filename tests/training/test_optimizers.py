@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import get_scheduler
 
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.training import optimizers
@@ -16,7 +16,7 @@ from hf_pretrain.training.optimizers import (
     muon_parameter_groups,
     orthogonalize,
 )
-from hf_pretrain.training.training_arguments import default_learning_rate
+from hf_pretrain.training.training_arguments import LMTrainingArguments, default_learning_rate
 from tests.toys import EXPERTS, toy_model
 
 
@@ -190,7 +190,7 @@ def test_a_loaded_state_continues_bit_for_bit(tmp_path):
 
 
 def test_deepspeeds_muon_has_the_rate_that_schedules_with_a_minimum_read():
-    args = TrainingArguments(output_dir="unused", use_cpu=True, learning_rate=0.02)
+    args = LMTrainingArguments(output_dir="unused", use_cpu=True, learning_rate=0.02)
     optimizer = build_muon(toy_model(), args, uses_deepspeed=True)
     schedule = get_scheduler("polynomial", optimizer, num_warmup_steps=0, num_training_steps=2)
     rates = [group["lr"] for group in optimizer.param_groups]

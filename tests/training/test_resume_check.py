@@ -10,10 +10,19 @@ import datasets
 import pytest
 from transformers import TrainingArguments
 
+from hf_pretrain.checkpoints.manifest import write_manifest
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.resume_check import describe_config, describe_data, describe_settings
+from hf_pretrain.training.resume_check import (
+    check_resume,
+    describe_config,
+    describe_data,
+    describe_run,
+    describe_settings,
+)
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl
+from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
 # Start a recipe once per list of words, in one process. Between two launches, the project may move.
@@ -142,15 +151,38 @@ def test_a_stage_resumes_exactly_or_names_the_changed_flag(stage, project, tmp_p
 
 def test_new_arguments_are_compared_by_default(tmp_path):
     """A list of names decides what is not compared, so a field of a library cannot be forgotten."""
-    names = {name for name, value in vars(TrainingArguments).items() if not name.startswith("_")}
-    settings = describe_settings(TrainingArguments(str(tmp_path), use_cpu=True))
+
+    def settings(**given):
+        return describe_settings(LMTrainingArguments(str(tmp_path), use_cpu=True, **given), [])
+
     for name in ("neftune_noise_alpha", "label_smoothing_factor", "optim_args", "weight_decay", "tf32"):
-        assert name in names and name in settings
-    assert "num_train_epochs" in settings and "output_dir" not in settings
-    constant = {"lr_scheduler_type": "constant", "num_train_epochs": 5}
-    assert "num_train_epochs" not in describe_settings(TrainingArguments(str(tmp_path), use_cpu=True, **constant))
-    following = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 7}
-    assert describe_settings(TrainingArguments(str(tmp_path), use_cpu=True, **following))["eval_steps"] == 7
+        assert name in vars(TrainingArguments) and name in settings()
+    assert "num_train_epochs" in settings() and "output_dir" not in settings()
+    assert "num_train_epochs" not in settings(lr_scheduler_type="constant", num_train_epochs=5)
+    assert settings(lr_scheduler_type="reduce_lr_on_plateau", eval_steps=7)["eval_steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": "ZeRO-2"}, "cannot resume.*layout ZeRO-2 and this run's is one file"),
+        ({"optimizer": "muon"}, "cannot resume.*its optimizer was muon and is now sgd"),
+        ({"save_only_model": True}, "cannot resume.*saved with --save_only_model and has no optimizer state"),
+        ({"contents": {"adapter": {"r": 4}}}, "cannot resume.*its adapter differed"),
+        ({"global_batch": 5}, "would not be exact: its global batch was 5 rows and is now 8"),
+        ({"contents": {"data": {"rows": 9}}}, "would not be exact: its data differed"),
+    ],
+)
+def test_a_run_resumes_exactly_or_says_why_not(tmp_path, change, message):
+    trainer = make_trainer(tmp_path / "run", make_documents())
+    now = describe_run(trainer, {})
+    (tmp_path / "checkpoint-3").mkdir()
+    check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
+    write_manifest(tmp_path / "checkpoint-3", now)
+    check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
+    write_manifest(tmp_path / "checkpoint-3", now | change)
+    with pytest.raises(ValueError, match=message):
+        check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 
-import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from hf_pretrain.checkpoints.directory import checkpoint_path
-from hf_pretrain.checkpoints.manifest import find_damage, read_manifest, write_manifest
+from hf_pretrain.checkpoints.manifest import find_damage, read_manifest
 from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.hub.pushing import HubPusher, create_repository
 from hf_pretrain.runtime.ranks import Ranks
@@ -25,12 +24,9 @@ from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.measurements import Throughput
-from hf_pretrain.training.resume_check import RunDescription
 from hf_pretrain.training.stopping import RunStopped, StopCallback
-from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.hub_server import TOKEN, HubServer
 from tests.invariants.launching import start
-from tests.toys import toy_model
 
 
 # Checkpoints
@@ -197,30 +193,6 @@ def test_a_signal_stops_a_run_after_its_checkpoint():
     with pytest.raises(RunStopped) as stopped:
         callback.on_save(*event)
     assert stopped.value.number == signal.SIGTERM
-
-
-# Resuming
-
-
-def test_a_run_resumes_exactly_or_says_why_not(tmp_path):
-    args = LMTrainingArguments(str(tmp_path / "run"), use_cpu=True, learning_rate=0.5)
-    state, model = TrainerState(global_step=3), toy_model(vocab_size=64)
-
-    def description(num_rows: int, layout: str = "one file") -> RunDescription:
-        return RunDescription(args, layout, datasets.Dataset.from_dict({"a": list(range(num_rows))}), model)
-
-    saved = description(8).after(state)
-    assert (saved["step"], saved["layout"], saved["contents"]["data"]["rows"]) == (3, "one file", 8)
-    (tmp_path / "checkpoint-3").mkdir()
-    description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
-    write_manifest(tmp_path / "checkpoint-3", saved)
-    description(8).check_resume(str(tmp_path / "checkpoint-3"), state)
-    with pytest.raises(ValueError, match="would not be exact: its data differed"):
-        description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
-    with pytest.raises(ValueError, match="cannot resume.*layout one file and this run's is ZeRO-2"):
-        description(8, "ZeRO-2").check_resume(str(tmp_path / "checkpoint-3"), state)
-    args.allow_inexact_resume = True
-    description(9).check_resume(str(tmp_path / "checkpoint-3"), state)
 
 
 BUSY_WORKER = """
