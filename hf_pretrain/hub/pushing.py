@@ -5,8 +5,8 @@ Repositories on the Hub: choose the files of a directory to push, push them, and
 |---|---|
 | `end` | the model at the end |
 | `every_save` (default) | the model at each checkpoint, and at the end |
-| `checkpoint` | the same, and the newest complete checkpoint as `last-checkpoint/` |
-| `all_checkpoints` | the same, and every complete checkpoint as `checkpoint-N/` |
+| `checkpoint` | the same, and the newest complete checkpoint as `checkpoint-N/` |
+| `all_checkpoints` | the same, and every complete checkpoint |
 
 Each push is one commit. It uploads hard links, so checkpoint rotation cannot remove the files during the upload.
 A checkpoint that is saved while a push is in progress waits, and a newer one takes its place. `all_checkpoints` pushes
@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
-from ..weights.weight_files import read_json
 from .model_card import CURVE_NAME
 
 
@@ -47,7 +46,6 @@ PUBLISHED = (
 # Trainer pickles its arguments into this file, and loading a pickle runs code. This package writes none, but a
 # checkpoint of another program may have it.
 _PICKLED_ARGUMENTS = "training_args.bin"
-_CHECKPOINT = re.compile(r"(last-checkpoint|checkpoint-(\d+))/" + re.escape(TRAINER_STATE_NAME))
 # The prefix of directories that hold a push or a download in progress.
 _STAGING_PREFIX = ".hub-"
 
@@ -129,26 +127,20 @@ def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, i
     Return the folder, step and files of the newest checkpoint in a repository, and the commit that holds them.
 
     Raises:
-        `ValueError`: if there is none, or its step is unreadable.
+        `ValueError`: if there is none.
     """
     # One request returns the files and their commit. Read all of them from it: a push may replace files meanwhile.
     info = HfApi().model_info(repo_id, revision=revision)
     files = [sibling.rfilename for sibling in info.siblings or ()]
-    found = []
-    for match in filter(None, map(_CHECKPOINT.fullmatch, files)):
-        step = read_json(Path(hf_hub_download(repo_id, match[0], revision=info.sha))).get("global_step")
-        # The step becomes part of a path on this machine, so it must be a plain number.
-        if not str(step).isdecimal() or (match[2] is not None and int(step) != int(match[2])):
-            raise UserError(f"--resume_from_hub {repo_id}: {match[0]} has the invalid global_step {step!r}.")
-        found.append((int(step), match[1]))
-    if not found:
+    # The step becomes part of a path on this machine, so it must be a plain number.
+    steps = {int(found[1]) for path in files if (found := re.match(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)/", path))}
+    if not steps:
         raise UserError(
             f"--resume_from_hub {repo_id}: the repository holds no checkpoint, because it was not pushed with "
             f"--hub_strategy checkpoint. Start from its weights with --model_name_or_path {repo_id}."
         )
-    # At equal steps, `last-checkpoint` wins over `checkpoint-N`, because its name comes later in the alphabet.
-    step, folder = max(found)
-    return folder, step, [path for path in files if path.startswith(f"{folder}/")], info.sha
+    folder = f"{PREFIX_CHECKPOINT_DIR}-{max(steps)}"
+    return folder, max(steps), [path for path in files if path.startswith(f"{folder}/")], info.sha
 
 
 def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Path, revision: str):
@@ -216,20 +208,14 @@ class HubPusher:
         # Outcome of the last push, for the report at the end of a run.
         self.report: str | None = None
         self._hub = HfApi()
-        self._pushes: list[Future] = []
-        # The newest checkpoint that was saved while a push was in progress.
-        self._waiting: Path | None = None
+        # The pushes that have not ended, and the directories that they push.
+        self._pushes: dict[Future, Path] = {}
         self._errors: list[str] = []
 
     def push_checkpoint(self, checkpoint: Path) -> None:
-        """Push a complete checkpoint in the background, or remember it while the previous push is in progress."""
+        """Push a complete checkpoint in the background. It replaces one that waits for the end of a push."""
         if self.strategy == HubStrategy.END:
             return
-        if not self.pushes_always and any(not push.done() for push in self._pushes):
-            logger.warning(f"{checkpoint} waits: the previous push is still in progress.")
-            self._waiting = checkpoint
-            return
-        self._waiting = None
         self.write_card()
         # In the output directory, because hard links work only within one file system.
         staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.output_dir))
@@ -237,17 +223,18 @@ class HubPusher:
             link_or_copy(checkpoint / name, staging / name)
         # Copy the card instead of linking it, because the next push rewrites it in place.
         shutil.copy2(self.output_dir / REPOCARD_NAME, staging)
-        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
-        whole = names.get(self.strategy)
-        if whole is not None:
+        if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             ignore = shutil.ignore_patterns(_PICKLED_ARGUMENTS)
-            shutil.copytree(checkpoint, staging / whole, copy_function=link_or_copy, ignore=ignore)
+            shutil.copytree(checkpoint, staging / checkpoint.name, copy_function=link_or_copy, ignore=ignore)
+        if not self.pushes_always:
+            for push in [push for push in self._pushes if push.cancel()]:
+                shutil.rmtree(self._pushes.pop(push))
         # `run_as_future` uses one thread, so pushes run one after another.
         message = f"Step {checkpoint.name.rpartition('-')[2]}"
-        self._pushes.append(self._hub.run_as_future(self._upload, staging, message, whole))
+        self._pushes[self._hub.run_as_future(self._upload, staging, message)] = staging
 
-    def _upload(self, staging: Path, message: str, whole: str | None) -> None:
-        """Push everything in `staging` in one commit that replaces the older `whole`. Remove `staging`."""
+    def _upload(self, staging: Path, message: str) -> None:
+        """Push everything in `staging` in one commit. Remove `staging`."""
         try:
             self._hub.upload_folder(
                 repo_id=self.repo_id,
@@ -255,25 +242,23 @@ class HubPusher:
                 commit_message=message,
                 revision=self.revision,
                 # Delete and add in one commit: the repository never lacks a checkpoint.
-                delete_patterns=f"{whole}/*" if whole else None,
+                delete_patterns=f"{PREFIX_CHECKPOINT_DIR}-*/*" if self.strategy == HubStrategy.CHECKPOINT else None,
             )
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
     def finish(self) -> None:
-        """Wait for the pushes in progress and for the checkpoint that waits, until `gives_up` returns `True`."""
-        while self._pushes or self._waiting:
+        """Wait for all pushes, until `gives_up` returns `True`."""
+        while self._pushes:
             if self.gives_up():
                 logger.warning(f"A push to {self.repo_id} was cancelled. The checkpoints are in {self.output_dir}.")
                 break
             # Wait in short intervals, to notice a second signal of the user.
             for push in wait(self._pushes, timeout=0.2).done:
-                self._pushes.remove(push)
+                del self._pushes[push]
                 if (error := push.exception()) is not None:
                     self._errors.append(describe_error(error))
                     logger.warning(f"A push to {self.repo_id} failed: {self._errors[-1]}")
-            if self._waiting and not self._pushes:
-                self.push_checkpoint(self._waiting)
 
     def push_model(self, *, message: str | None) -> None:
         """Push the model in `output_dir`, and set `report`. The run is saved, so a failed push does not fail it."""

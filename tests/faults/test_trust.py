@@ -93,6 +93,6 @@ def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path, 
     written = b"".join(
         path.read_bytes() for folder in (tmp_path, home) for path in folder.rglob("*") if path.is_file()
     )
-    assert b"last-checkpoint" in sent and b"train_batch_size" in sent and b"train_batch_size" in written
+    assert b"manifest.json" in sent and b"train_batch_size" in sent and b"train_batch_size" in written
     assert TOKEN.encode() not in sent + written + result.stdout.encode()
     record("a token: searched in all files, output and requests", True)

@@ -130,11 +130,11 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
     repo = server.repos["user/toy"]
     assert repo.private
     assert files_of(server) >= MODEL | TOKENIZER | {"trainer_state.json", "loss_curve.png"}
-    whole = {path.removeprefix("last-checkpoint/") for path in files_of(server) if path.startswith("last-checkpoint/")}
+    whole = {path.removeprefix("checkpoint-2/") for path in files_of(server) if path.startswith("checkpoint-")}
     assert whole >= CHECKPOINT | {"rng_state_0.pth", "rng_state_1.pth"}
-    assert json.loads(repo.files["last-checkpoint/trainer_state.json"])["global_step"] == 2
+    assert json.loads(repo.files["checkpoint-2/trainer_state.json"])["global_step"] == 2
     # --hub_strategy asks for the optimizer state as part of a checkpoint, so it must not be anywhere else.
-    assert not [path for path in files_of(server) - {f"last-checkpoint/{name}" for name in whole} if ".pt" in path]
+    assert not [path for path in files_of(server) - {f"checkpoint-2/{name}" for name in whole} if ".pt" in path]
 
     local = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     logits = local(torch.arange(20)[None]).logits
@@ -164,7 +164,7 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
     # DeepSpeed itself does not remove its buffers. The names of this run's buffers hold its port.
     port = result.args[result.args.index("--master_port") + 1]
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-    shards = {path for path in files_of(server) if path.startswith("last-checkpoint/global_step")}
+    shards = {path for path in files_of(server) if path.startswith("checkpoint-2/global_step")}
     assert {path.split("/")[1] for path in shards} == {"global_step2"}
     assert sum("optim_states" in path for path in shards) == 2
     assert not [path for path in files_of(server) if path.startswith("zero_to")]
@@ -254,38 +254,21 @@ def test_a_run_resumes_from_the_hub(run, server, tmp_path):
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
     # Resume again with newer local checkpoints, and after a kill in the middle of a push.
-    (tmp_path / "second/.hub-old/last-checkpoint").mkdir(parents=True)
+    (tmp_path / "second/.hub-old/checkpoint-2").mkdir(parents=True)
     result = run("--max_steps", "6", *saving, "--resume_from_hub", "user/toy", output_dir="second")
     assert "second/checkpoint-4." in result.stdout and result.returncode == 0
     assert not list((tmp_path / "second").glob(".hub-*"))
 
 
-@pytest.mark.parametrize(
-    "folder, state, message",
-    [
-        ("last-checkpoint", '{"global_step": "/../../../planted"}', "invalid global_step '/../../../planted'"),
-        ("last-checkpoint", '{"global_step": -1}', "invalid global_step -1"),
-        ("checkpoint-5", '{"global_step": 6}', "checkpoint-5/trainer_state.json has the invalid global_step 6"),
-    ],
-)
-def test_the_step_of_a_checkpoint_is_validated(folder, state, message, publish, tmp_path):
-    """The step becomes part of a path."""
-    files = {f"{folder}/trainer_state.json": state, f"{folder}/optimizer.pt": "", f"{folder}/planted.sh": "echo"}
-    args = publish("toy", files)
-    with pytest.raises(ValueError, match=message):
-        pull_checkpoint(args)
-    assert not list((tmp_path / "runs").rglob("*"))
-
-
-STATE = {"last-checkpoint/trainer_state.json": '{"global_step": 5}'}
+STATE = {"checkpoint-5/trainer_state.json": '{"global_step": 5}'}
 
 
 def test_pickled_files_need_trust_checkpoint(publish, tmp_path):
     shards = {
-        "last-checkpoint/global_step5/mp_rank_00_model_states.pt": "",
-        "last-checkpoint/optimizer_0/.metadata": "",
+        "checkpoint-5/global_step5/mp_rank_00_model_states.pt": "",
+        "checkpoint-5/optimizer_0/.metadata": "",
     }
-    args = publish("toy", STATE | shards | {"last-checkpoint/optimizer.pt": ""})
+    args = publish("toy", STATE | shards | {"checkpoint-5/optimizer.pt": ""})
     names = {path.name for path in Path(pull_checkpoint(args)).rglob("*")}
     assert names == {"trainer_state.json", "optimizer.pt"}
 
@@ -309,11 +292,11 @@ def test_a_checkpoint_that_cannot_be_resumed_is_named(publish):
         pull_checkpoint(args)
     with pytest.raises(ValueError, match="name two checkpoints: leave one out"):
         pull_checkpoint(publish("two", STATE, resume_from_checkpoint="out/checkpoint-1"))
-    weights = {"last-checkpoint/model.safetensors": "", "last-checkpoint/scheduler.pt": ""}
+    weights = {"checkpoint-5/model.safetensors": "", "checkpoint-5/scheduler.pt": ""}
     args = publish("toy", STATE | weights)
-    with pytest.raises(ValueError, match="last-checkpoint/ has no optimizer state .* --model_name_or_path user/toy"):
+    with pytest.raises(ValueError, match="checkpoint-5/ has no optimizer state .* --model_name_or_path user/toy"):
         pull_checkpoint(args)
-    shards = {"last-checkpoint/global_step5/a.pt": ""}
+    shards = {"checkpoint-5/global_step5/a.pt": ""}
     with pytest.raises(ValueError, match="under another launcher"):
         pull_checkpoint(publish("zero", STATE | shards, trust_checkpoint=True))
 
@@ -349,11 +332,11 @@ def test_a_conversion_downloads_one_format_and_no_checkpoints(publish):
 
 
 def test_a_push_during_the_download_mixes_no_checkpoints(publish, server, monkeypatch):
-    args = publish("toy", STATE | {"last-checkpoint/optimizer.pt": "of step 5"})
+    args = publish("toy", STATE | {"checkpoint-5/optimizer.pt": "of step 5"})
     download = hub.snapshot_download
 
     def download_after_a_push(*words, **options):
-        newer = {"last-checkpoint/trainer_state.json": b'{"global_step": 9}', "last-checkpoint/optimizer.pt": b"of 9"}
+        newer = {"checkpoint-9/trainer_state.json": b'{"global_step": 9}', "checkpoint-9/optimizer.pt": b"of 9"}
         server.repos["user/toy"].commit("newer", newer)
         return download(*words, **options)
 

@@ -245,6 +245,6 @@ def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_pat
         (repo,) = server.repos.values()
         assert [message for _, message in repo.commits][-2:] == ["Step 1", "Step 3"]
         files = repo.files
-        assert "last-checkpoint/manifest.json" in files and not any("training_args.bin" in name for name in files)
+        assert "checkpoint-3/manifest.json" in files and not any("training_args.bin" in name for name in files)
     pusher.push_model(message="end")
     assert pusher.report.startswith("FAILED: ") and "hf upload user/toy" in pusher.report
