@@ -8,14 +8,14 @@ Train a chat model with rewards for its answers: GRPO, its CISPO and DAPO losses
     hf-pretrain grpo --model_name_or_path out/a --dataset_name agent_rl.jsonl --rewards agent --tools my_tools:TOOLS
     torchrun --nproc_per_node 4 recipes/grpo.py --config recipes/minimind3/grpo.yaml --model_name_or_path out/sft
 
-`--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--enable_thinking false` puts an
-empty `<think>` block before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works;
+`--loss_type cispo` or `dapo` selects the loss, `--algorithm rloo` selects RLOO, `--thinking_ratio 0` puts an empty
+`<think>` block before each answer, and `--use_vllm` generates with vLLM. Every flag of TRL's `GRPOConfig` works;
 `--help-all` prints all flags.
 """
 
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.rewards import load_reward_functions
-from hf_pretrain.stages.tools import load_object, load_tools
+from hf_pretrain.stages.tools import load_tools
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
@@ -38,7 +38,6 @@ def main(
 ):
     rewards = load_reward_functions(task_args.rewards, trust_remote_code=training_args.trust_remote_code)
     tools = load_tools(task_args.tools)
-    environment = load_object(task_args.environment, flag="--environment") if task_args.environment else None
     # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
     checkpoint = begin_run(training_args, model_args, adapter_args, task_args)
     tokenizer = model_args.load_tokenizer(checkpoint)
@@ -66,7 +65,6 @@ def main(
         sample=ALGORITHMS[training_args.algorithm].last_answers,
         reward_funcs=rewards,
         tools=tools,
-        environment_factory=environment,
     )
 
 

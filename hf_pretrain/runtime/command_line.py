@@ -77,7 +77,7 @@ def one_line_errors() -> Iterator[None]:
     Turn mistakes of the user into one line, `error: ...`, and an exit status.
 
     The status is 2 for a mistake and 74 for a disk that is full or not writable, also for the disk of the caches
-    (`HF_HOME`). All other exceptions keep their traceback. With `--debug` on the command line, all exceptions do.
+    (`HF_HOME`). All other exceptions keep their traceback. Unless [`is_quiet`], all exceptions do.
 
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
     line only if it does not, because the first rank may not have made the mistake.
@@ -96,7 +96,7 @@ def one_line_errors() -> Iterator[None]:
         # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
         mistake = str(error).rpartition("UserError: ")[2] if isinstance(error, UserError) else None
         refusal = _refusal_of_a_disk(error) if mistake is None else None
-        if "--debug" in sys.argv or (mistake is None and refusal is None):
+        if not is_quiet() or (mistake is None and refusal is None):
             raise
         # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:

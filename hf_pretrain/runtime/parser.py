@@ -54,9 +54,6 @@ class RecipeParser(HfArgumentParser):
         super().__init__(dataclass_types, **options | kwargs)
         if dataclass_types:
             self.add_argument("--help-all", action="help", help="Show all flags, and exit.")
-        else:
-            # `one_line_errors` looks for the flag on the command line.
-            self.add_argument("--debug", action="store_true", help="show the traceback of a user's mistake, too")
 
     def format_help(self) -> str:
         """Return the flags in one group per dataclass; without `--help-all`, only those that are often used."""

@@ -1,9 +1,9 @@
-"""Let the ranks of a run agree, take turns, name the ranks that do not respond, and end."""
+"""Let the ranks of a run agree, take turns, and end."""
 
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,9 +16,6 @@ from transformers import TrainingArguments
 
 
 T = TypeVar("T")
-
-# If several ranks fail for the same reason, they do so within this time.
-_ROLL_CALL_SECONDS = 5.0
 
 
 def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
@@ -104,39 +101,6 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._cpu_group)
         return values
-
-    @contextmanager
-    def naming_missing(self) -> Iterator[None]:
-        """
-        Turn a communication error within the block into a `RuntimeError` that names the ranks that do not respond.
-        """
-        try:
-            yield
-        except (RuntimeError, ConnectionError) as error:
-            # NOTE: gloo raises plain RuntimeErrors.
-            is_communication = isinstance(error, (dist.DistError, ConnectionError)) or "gloo" in str(error)
-            missing = self._find_missing() if self.world_size > 1 and is_communication else []
-            if not missing:
-                raise
-            raise RuntimeError(
-                f"Rank(s) {', '.join(map(str, missing))} of {self.world_size} died, hang, or failed first: see their "
-                f"output. Rank {self.rank} stopped because they did not respond ({error})."
-            ) from error
-
-    def _find_missing(self) -> list[int]:
-        """Return the ranks that do not report within `_ROLL_CALL_SECONDS` that they have stopped as well."""
-        # NOTE: no public function returns the store, and collectives of a group with a dead rank fail.
-        store = dist.distributed_c10d._get_default_store()
-        names = {rank: f"stopped/{rank}" for rank in range(self.world_size)}
-        try:
-            store.set(names[self.rank], "")
-            with suppress(dist.DistStoreError):
-                store.wait([*names.values()], timedelta(seconds=_ROLL_CALL_SECONDS))
-            return [rank for rank, name in names.items() if not store.check([name])]
-        except (RuntimeError, ConnectionError):
-            # Rank 0 or its launcher holds the store, so an unreachable store means that rank 0 has ended or will end.
-            # Rank 0 itself cannot tell who failed, and keeps its own error.
-            return [0] if self.rank else []
 
 
 def leave_process_group() -> None:

@@ -28,12 +28,11 @@ class RecordTemplate:
         thinking_ratio (`float`, *optional*): share of the prompts that ask for a thought; by default the caller's
             variables decide.
         seed (`int`): seed of this share.
-        reads_tools (`bool`): whether the tools of a record replace those of the run.
     """
 
-    def __init__(self, render: Callable[..., Any], *, thinking_ratio: float | None, seed: int, reads_tools: bool):
-        self.render, self.thinking_ratio, self.seed, self.reads_tools = render, thinking_ratio, seed, reads_tools
-        # The last prompts, and the variables of each. With an environment, TRL renders prompts one by one.
+    def __init__(self, render: Callable[..., Any], *, thinking_ratio: float | None, seed: int):
+        self.render, self.thinking_ratio, self.seed = render, thinking_ratio, seed
+        # The last prompts, and the variables of each.
         self.recent: deque[tuple[list[dict[str, Any]], dict[str, bool]]] = deque(maxlen=MAX_RECENT)
 
     def __call__(self, conversation: list[Any], *, tools: Any = None, **how: Any) -> Any:
@@ -44,8 +43,7 @@ class RecordTemplate:
         for prompt in conversation:
             variables = self._variables(prompt)
             self.recent.append((prompt, variables))
-            own = tools_of(prompt) if self.reads_tools else None
-            rows.append(self.render(prompt, tools=own or tools, **how | variables))
+            rows.append(self.render(prompt, tools=tools_of(prompt) or tools, **how | variables))
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def _variables(self, prompt: list[dict[str, Any]]) -> dict[str, bool]:

@@ -83,9 +83,6 @@ class TaskArguments:
         default=None,
         metadata={"help": "Tools that the model may call while it answers: calculator, or module.path:function."},
     )
-    environment: str | None = field(
-        default=None, metadata={"help": "module.path:Class of an environment that has reset(), and tools as methods."}
-    )
 
     def __post_init__(self):
         check_ratio("--add_system_ratio", self.add_system_ratio)
@@ -142,10 +139,6 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     remove_unused_columns: bool | None = field(
         default=False, metadata={"help": "Must be false: the reward functions read the columns."}
     )
-    enable_thinking: bool | None = field(
-        default=None,
-        metadata={"help": "Whether the model reasons before it answers; by default the template decides."},
-    )
     thinking_ratio: float | None = field(
         default=None, metadata={"help": "Share of the prompts that ask for a thought; the others get an empty one."}
     )
@@ -175,10 +168,10 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
                 "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
                 "which loses small updates. Add --bf16 false."
             )
-        check_ratio("--thinking_ratio", self.thinking_ratio, self.enable_thinking)
-        # With a ratio, `RecordTemplate` replaces these variables in the prompts that ask for a thought.
-        if variables := thinking_variables(self.enable_thinking if self.thinking_ratio is None else False):
-            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | variables
+        check_ratio("--thinking_ratio", self.thinking_ratio)
+        if self.thinking_ratio is not None:
+            # `RecordTemplate` replaces these variables in the prompts that ask for a thought.
+            self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking_variables(False)
 
     @property
     def loss_depends_on_micro_batch(self) -> bool:
@@ -285,17 +278,13 @@ class _OnlineTrainer(RouterLossMixin):
         # Copy before TRL's constructor, which changes the policy's head.
         reference = _copy(model).requires_grad_(False) if needs_reference else None
         tokenizer = kwargs["processing_class"]
-        if (kwargs.get("tools") or kwargs.get("environment_factory")) and tokenizer.response_template is None:
+        if kwargs.get("tools") and tokenizer.response_template is None:
             # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
             tokenizer.response_template = qwen3_template
         # Replace the methods of this object: TRL calls them on the tokenizer that it gets.
         tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response, tokenizer.decode)
         tokenizer.apply_chat_template = RecordTemplate(
-            tokenizer.apply_chat_template,
-            thinking_ratio=args.thinking_ratio,
-            seed=args.seed,
-            # An environment brings its own tools.
-            reads_tools=kwargs.get("environment_factory") is None,
+            tokenizer.apply_chat_template, thinking_ratio=args.thinking_ratio, seed=args.seed
         )
         # With beta = 0, TRL's constructor loads no reference model. Ours is set below.
         beta, is_synced = args.beta, args.sync_ref_model
@@ -384,11 +373,11 @@ class MiniMindGRPOTrainer(_OnlineTrainer, GRPOTrainer):
 
 
 class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
-    """TRL's [`~trl.RLOOTrainer`] for [`MiniMindForCausalLM`]. It supports neither tools nor environments."""
+    """TRL's [`~trl.RLOOTrainer`] for [`MiniMindForCausalLM`]. It supports no tools."""
 
-    def __init__(self, *args: Any, tools: Any = None, environment_factory: Any = None, **kwargs: Any):
-        if tools or environment_factory:
-            raise UserError("--algorithm rloo supports neither tools nor environments in TRL: use --algorithm grpo.")
+    def __init__(self, *args: Any, tools: Any = None, **kwargs: Any):
+        if tools:
+            raise UserError("--algorithm rloo supports no tools in TRL: use --algorithm grpo.")
         super().__init__(*args, **kwargs)
 
 

@@ -169,13 +169,10 @@ class RunTrainer(Trainer):
         # Ranks whose launcher is gone must stop, or they would write into the directory of the next run.
         watch_launcher(launcher())
         with self.signals.listening():
-            with self.ranks.naming_missing():
-                self._describe_run(resume_from_checkpoint)
+            self._describe_run(resume_from_checkpoint)
             with RunDirectory(self.args).locked():
                 try:
-                    # The page takes seconds, so write it after this block: the other ranks wait for the roll call.
-                    with self.ranks.naming_missing():
-                        output = super().train(self._checkpoint, trial, *args, **kwargs)
+                    output = super().train(self._checkpoint, trial, *args, **kwargs)
                 except RunStopped as stopped:
                     end_stopped_run(self, stopped.number)
                 except Exception as error:

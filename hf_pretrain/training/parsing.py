@@ -75,9 +75,6 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             wrong type, and for a value that a dataclass refuses.
     """
     argv = translate_minimind(sys.argv[1:] if argv is None else argv, stage)
-    # A bare --debug makes `one_line_errors` print tracebacks. --debug with a value is a flag of TrainingArguments.
-    pairs = zip(argv, [*argv, "--"][1:], strict=True)
-    argv = [word for word, after in pairs if word != "--debug" or not after.startswith("--")]
     # The recipe's own docstring has examples.
     parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
 

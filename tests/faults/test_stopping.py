@@ -178,21 +178,21 @@ def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, arguments, works
     ],
 )
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.faults), 1])
-def test_a_rank_that_dies_is_named(launcher, arguments, rank, harm, record):
+def test_a_rank_that_dies_ends_the_others(launcher, arguments, rank, harm, record):
     returncode, output, seconds, _ = harm(
         lambda process, found: found[rank].send_signal(signal.SIGKILL), launcher, *arguments
     )
-    survived = returncode != 0 and f"Rank(s) {rank} of 2 died" in output and seconds < 30
+    survived = returncode != 0 and seconds < 30
     record(f"a rank dies: {launcher}", survived)
     assert survived, (returncode, seconds, output[-3000:])
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("launcher", "arguments"), [("torchrun", []), ("deepspeed", zero(2))])
-def test_a_rank_that_hangs_is_named(launcher, arguments, harm, record):
-    """This takes the timeout of 5 seconds, 5 for the roll call, and 30 until a launcher kills a frozen rank."""
+def test_a_rank_that_hangs_ends_the_others(launcher, arguments, harm, record):
+    """This takes the timeout of 5 seconds, and 30 until a launcher kills a frozen rank."""
     returncode, output, seconds, _ = harm(to_one(signal.SIGSTOP), launcher, *arguments, "--ddp_timeout", "5")
-    survived = returncode != 0 and "Rank(s) 1 of 2 died, hang" in output and seconds < 60
+    survived = returncode != 0 and seconds < 60
     record(f"a rank hangs: {launcher}", survived)
     assert survived, (returncode, seconds, output[-3000:])
 

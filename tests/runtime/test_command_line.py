@@ -94,10 +94,9 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
 
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for recipe in ("evaluate", "chat"):
-        monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), "--debug", "--use_cpu"])
-        with pytest.raises(ValueError, match="No model in out/"):
-            runpy.run_path(sys.argv[0], run_name="__main__")
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "recipes/evaluate.py"), "--log_level", "debug", "--use_cpu"])
+    with pytest.raises(UserError, match="No model in out/"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def bug_in_the_recipe():

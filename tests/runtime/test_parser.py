@@ -33,5 +33,5 @@ def test_each_flag_stands_once_in_the_group_of_its_dataclass(monkeypatch):
 def test_tools_show_choices_and_defaults():
     text = " ".join(recipe_parser(ROOT / "recipes/serve.py").format_help().split())
     assert "--port VALUE TCP port (default: 8000)" in text
-    assert "on|off|auto reason before answering" in text
+    assert "--think on|off reason before answering" in text
     assert "--end_with_stdin" not in text

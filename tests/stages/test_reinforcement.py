@@ -266,13 +266,13 @@ def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path
         assert prompts_of(resumed) == sum(batches[3:], [])
 
 
-@pytest.mark.parametrize(("thinking", "has_empty_thought"), [(True, False), (False, True), (None, False)])
-def test_thinking_on_and_off(tokenizer, tmp_path, thinking, has_empty_thought):
-    trainer = toy_trainer(tokenizer, tmp_path, enable_thinking=thinking)
+@pytest.mark.parametrize(("ratio", "has_empty_thought"), [(1, False), (0, True), (None, False)])
+def test_thinking_on_and_off(tokenizer, tmp_path, ratio, has_empty_thought):
+    trainer = toy_trainer(tokenizer, tmp_path, thinking_ratio=ratio)
     (ids,) = trainer._tokenize_prompts([[{"role": "user", "content": "Sky?"}]])[0]
     assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is has_empty_thought
     # MiniMind-3's own template uses another variable name.
-    assert (trainer.args.chat_template_kwargs or {}).get("open_thinking") is thinking
+    assert (trainer.args.chat_template_kwargs or {}).get("open_thinking") is (None if ratio is None else False)
 
 
 # Tools
@@ -296,25 +296,7 @@ def teach(model: MiniMindForCausalLM, tokenizer, conversation: list[dict], tools
     raise AssertionError(f"the conversation was not learnt: loss {loss}")
 
 
-class Desk:
-    """An environment whose only tool is the calculator."""
-
-    def reset(self, **row) -> str | None:
-        self.num_calls = 0
-
-    def get_reward(self) -> float:
-        return float(self.num_calls)
-
-    def calculator(self, expression: str) -> str:
-        self.num_calls += 1
-        return calculator(expression)
-
-
-Desk.calculator.__doc__ = calculator.__doc__
-
-
-@pytest.mark.parametrize("means", ["tools", "environment"])
-def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(tokenizer, tmp_path, means):
+def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(tokenizer, tmp_path):
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12 + 30"}}}
     conversation = [
         {"role": "user", "content": "What is 12 + 30?"},
@@ -330,8 +312,8 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(to
         rollouts.extend(completions)
         return [float(number) for number in range(len(completions))]
 
-    options = {"tools": [calculator]} if means == "tools" else {"environment_factory": Desk}
-    options |= {"reward_funcs": reward, "train_dataset": Dataset.from_dict({"prompt": [conversation[:1]] * 4})}
+    options = {"tools": [calculator], "reward_funcs": reward}
+    options |= {"train_dataset": Dataset.from_dict({"prompt": [conversation[:1]] * 4})}
     flags = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 160, "max_steps": 1}
     trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer=options, temperature=0.1, **flags)
     inputs = trainer._prepare_inputs([{"prompt": conversation[:1]}] * 2)
@@ -346,7 +328,6 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(to
     trainer.train()
     (entry,) = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry]
     assert (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (1.0, 0.0)
-    assert means == "tools" or entry["rewards/Desk/mean"] == 1.0
 
 
 def test_each_rollout_has_the_tools_and_the_thinking_of_its_record(tokenizer, tmp_path):
