@@ -22,7 +22,7 @@ in a row with `--held_out` data or with the examples of `--held_out_tasks`. It w
 import argparse
 from collections.abc import Iterable
 
-from hf_pretrain.data.cleaning import CleaningRules, clean_data
+from hf_pretrain.data.cleaning import NEAR_DUPLICATES, clean_data
 from hf_pretrain.data.inspection import inspect_data
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import RecipeParser
@@ -43,7 +43,8 @@ def main(args: argparse.Namespace) -> None:
     counts = clean_data(
         args.names,
         args.output,
-        CleaningRules(args.min_chars, args.max_repeated_lines, args.min_letters, args.near_duplicates),
+        min_chars=args.min_chars,
+        near_duplicates=args.near_duplicates,
         text_column=args.text_column,
         held_out=args.held_out,
         more_held_out=questions,
@@ -65,27 +66,17 @@ def make_parser() -> RecipeParser:
     look.add_argument("--max_length", type=int, default=512, help="tokens per packed sequence")
     look.add_argument("--show", type=int, default=20, help="number of records to print")
     rules = parser.add_argument_group("clean")
-    default = CleaningRules()
     rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
     rules.add_argument(
         "--held_out_tasks",
         help="evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas",
     )
-    rules.add_argument("--min_chars", type=int, default=default.min_chars, help="least number of characters")
-    rules.add_argument(
-        "--max_repeated_lines",
-        type=float,
-        default=default.max_repeated_lines,
-        help="largest share of characters in lines that repeat an earlier line",
-    )
-    rules.add_argument(
-        "--min_letters", type=float, default=default.min_letters, help="least share of letters in visible characters"
-    )
+    rules.add_argument("--min_chars", type=int, default=20, help="least number of characters")
     rules.add_argument(
         "--near_duplicates",
         type=float,
-        default=default.near_duplicates,
+        default=NEAR_DUPLICATES,
         help="least similarity (Jaccard index) of near duplicates; 0 keeps them",
     )
     return parser

@@ -12,7 +12,7 @@ lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain.data.data_arguments import SourceArguments
-from hf_pretrain.data.preference_pairs import load_pairs
+from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.recipe import begin_run, train_on
@@ -31,7 +31,7 @@ def main(model_args: ModelArguments, data_args: SourceArguments, training_args: 
     checkpoint = begin_run(training_args, model_args, data_args)
     tokenizer = model_args.load_tokenizer(checkpoint)
     train_on(
-        load_pairs(data_args, training_args, tokenizer, are_whole=True),
+        load_rows(data_args, training_args, tokenizer, are_whole=True),
         make_reward_model(load_model(model_args, tokenizer)),
         MiniMindRewardTrainer,
         stage="training of a reward model",

@@ -35,9 +35,6 @@ class TokenizerArguments:
     validation_fraction: float = field(
         default=0.01, metadata={"help": "Share of the documents in the validation set."}
     )
-    max_training_chars: int = field(
-        default=50_000_000, metadata={"help": "Train on evenly spaced documents with at most this many characters."}
-    )
     max_rejected_ratio: float = field(default=0.01, metadata={"help": "Largest share of bad lines."})
 
 
@@ -54,9 +51,7 @@ def main(args: TokenizerArguments) -> None:
         validation_fraction=args.validation_fraction,
         max_rejected_ratio=args.max_rejected_ratio,
     )
-    tokenizer = load_or_train_tokenizer(
-        None, train, vocab_size=args.vocab_size, max_training_chars=args.max_training_chars
-    )
+    tokenizer = load_or_train_tokenizer(None, train, vocab_size=args.vocab_size)
     with written_whole(output_dir, lock=LOCK_NAME) as scratch:
         # Another process may have written here since the first check.
         check_empty(output_dir, "--output_dir")

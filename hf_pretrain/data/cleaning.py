@@ -12,7 +12,6 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,41 +29,14 @@ _NUM_HASHES = 128
 # proposes 99.9% of the texts with a Jaccard index of 0.85, and 93% of those with 0.7.
 _BANDS = (21, 6)
 _MIN_SIMILARITY = 0.7
+# Largest share of characters in lines that repeat an earlier line of the text.
+MAX_REPEATED_LINES = 0.5
+# Least share of letters, of any script, among the characters that are not white space.
+MIN_LETTERS = 0.4
+# Least similarity of near duplicates by default.
+NEAR_DUPLICATES = 0.85
 # A record that shares this many characters in a row with held-out text is contaminated.
 OVERLAP_CHARS = 60
-
-
-@dataclass(frozen=True)
-class CleaningRules:
-    """
-    Limits for the records to keep.
-
-    Args:
-        min_chars (`int`): least number of characters, without white space at the ends.
-        max_repeated_lines (`float`): largest share of characters in lines that repeat an earlier line of the text.
-        min_letters (`float`): least share of letters, of any script, among the characters that are not white space.
-        near_duplicates (`float`): least similarity, the estimated Jaccard index of the shingles, at which the later of
-            two records is dropped; 0 keeps near duplicates.
-    """
-
-    min_chars: int = 20
-    max_repeated_lines: float = 0.5
-    min_letters: float = 0.4
-    near_duplicates: float = 0.85
-
-    def __post_init__(self) -> None:
-        shares = {"max_repeated_lines": 0, "min_letters": 0, "near_duplicates": _MIN_SIMILARITY}
-        for name, least in shares.items():
-            value = vars(self)[name]
-            if not least <= value <= 1 and not (name == "near_duplicates" and value == 0):
-                raise UserError(f"--{name} {value} must lie between {least} and 1.")
-
-
-def describe_counts(num_kept: int, dropped: Counter[str]) -> str:
-    """Return the result of a cleaning as text: the number of good records, and of dropped ones for each reason."""
-    total = dropped.total()
-    lines = [f"{num_kept + total:,} records read, {num_kept:,} kept, {total:,} dropped"]
-    return "\n".join([*lines, *(f"  {number:>10,}  {reason}" for reason, number in dropped.most_common())])
 
 
 def normalize(text: str) -> str:
@@ -79,19 +51,19 @@ def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def find_flaw(text: str, rules: CleaningRules) -> str:
+def find_flaw(text: str, min_chars: int) -> str:
     """Return the rule that a text breaks; "" if it breaks none."""
     text = text.strip()
-    if len(text) < rules.min_chars:
-        return f"shorter than {rules.min_chars} characters"
+    if len(text) < min_chars:
+        return f"shorter than {min_chars} characters"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = dict.fromkeys(lines)
     repeated = sum(map(len, lines)) - sum(map(len, first))
-    if repeated > rules.max_repeated_lines * len(text):
-        return f"more than {rules.max_repeated_lines:.0%} in repeated lines"
+    if repeated > MAX_REPEATED_LINES * len(text):
+        return f"more than {MAX_REPEATED_LINES:.0%} in repeated lines"
     visible = [character for character in text if not character.isspace()]
-    if sum(map(str.isalpha, visible)) < rules.min_letters * len(visible):
-        return f"less than {rules.min_letters:.0%} letters"
+    if sum(map(str.isalpha, visible)) < MIN_LETTERS * len(visible):
+        return f"less than {MIN_LETTERS:.0%} letters"
     return ""
 
 
@@ -100,9 +72,11 @@ class DuplicateFinder:
     Find exact and near duplicates of earlier texts.
 
     Args:
-        similarity (`float`): least Jaccard index of near duplicates; 0 finds exact duplicates only.
+        similarity (`float`): least Jaccard index of near duplicates, estimated from their shingles; 0 finds exact
+            duplicates only.
 
     Raises:
+        `ValueError`: for a similarity that the index would miss.
         `ImportError`: if near duplicates are wanted and datasketch is not installed.
     """
 
@@ -112,6 +86,8 @@ class DuplicateFinder:
         self._kept: list[Any] = []
         if similarity == 0:
             return
+        if not _MIN_SIMILARITY <= similarity <= 1:
+            raise UserError(f"--near_duplicates {similarity} must lie between {_MIN_SIMILARITY} and 1, or be 0.")
         with needing_extra("data", "Near duplicates need datasketch"):
             from datasketch import MinHash, MinHashLSH
         self._new_hash = MinHash
@@ -186,10 +162,10 @@ def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
 
 
 def clean_records(
-    records: Iterable[Record], rules: CleaningRules, held_out: OverlapFinder
+    records: Iterable[Record], held_out: OverlapFinder, *, min_chars: int, near_duplicates: float
 ) -> Iterator[tuple[Record, str, str]]:
     """Yield each record with its line of JSON and the reason to drop it; the reason is "" for a record to keep."""
-    duplicates = DuplicateFinder(rules.near_duplicates)
+    duplicates = DuplicateFinder(near_duplicates)
     for record in records:
         try:
             line = _write_line(record)
@@ -197,7 +173,7 @@ def clean_records(
             yield record, "", f"bad line: {error.reason}"
             continue
         text = plain_text(record)
-        reason = find_flaw(text, rules) or ("in the held-out data" if held_out.finds(text) else "")
+        reason = find_flaw(text, min_chars) or ("in the held-out data" if held_out.finds(text) else "")
         yield record, line, reason or duplicates.add(record.text, text)
 
 
@@ -210,86 +186,64 @@ def _write_line(record: Record) -> str:
     return write_json(record.content)
 
 
-def check_unused(output: str) -> None:
-    """
-    Raise `ValueError` if a file exists that a cleaning with this output writes; also if the output is empty, inside a
-    checkpoint, or not the name of a JSONL file.
-    """
-    check_output(output, "--output")
-    if not output.endswith(".jsonl"):
-        raise UserError(f"--output {output}: the command writes JSONL, so end the name in .jsonl.")
-    for file in (Path(output), Path(f"{output}.dropped")):
-        if file.exists():
-            raise UserError(f"{file} exists. Choose another --output, or delete this file.")
-
-
 def clean_data(
     names: list[str],
     output: str,
-    rules: CleaningRules,
     *,
+    min_chars: int = 20,
+    near_duplicates: float = NEAR_DUPLICATES,
     text_column: str = "text",
     held_out: list[str] | None = None,
     more_held_out: Iterable[str] = (),
 ) -> str:
     """
-    Clean data: write the good records and the dropped ones. Return the counts as text.
+    Clean data: write the good records as JSONL, and list the dropped ones with line and reason in `<output>.dropped`.
+    Return the counts as text.
 
     Args:
         names (`list[str]`), held_out (`list[str]`, *optional*): data and held-out data, named as in `--dataset_name`.
         output (`str`): the JSONL file to write. The list of the dropped records is beside it.
-        rules ([`CleaningRules`]): the limits.
+        min_chars (`int`): least number of characters, without white space at the ends.
+        near_duplicates (`float`): least similarity at which the later of two records is dropped; 0 keeps near
+            duplicates.
         text_column (`str`): key of the text.
         more_held_out (`Iterable[str]`): further held-out texts.
 
     Raises:
-        `ValueError`: if a name leads to no data, no record is good, or a file exists.
+        `ValueError`: if a name leads to no data, no record is good, or `output` is inside a checkpoint, exists, or is
+            not the name of a JSONL file.
     """
-    # Report a mistake before the work starts.
-    check_unused(output)
-    path = Path(output)
-    sources, held_out_sources = list_sources(names), list_sources(held_out or [])
-    texts = held_out_texts(read_records(held_out_sources, text_column=text_column))
-    finder = OverlapFinder(itertools.chain(texts, more_held_out))
+    check_output(output, "--output")
+    path, dropped_path = Path(output), Path(f"{output}.dropped")
+    if path.suffix != ".jsonl":
+        raise UserError(f"--output {output}: the command writes JSONL, so end the name in .jsonl.")
     with written_whole(path.parent, lock=f".{path.name}.lock") as scratch:
-        # Another process may have written them since the first check.
-        check_unused(output)
-        counts = write_cleaned(read_records(sources, text_column=text_column), scratch / path.name, rules, finder)
-    return describe_counts(*counts)
-
-
-def write_cleaned(
-    records: Iterable[Record], path: Path, rules: CleaningRules, held_out: OverlapFinder
-) -> tuple[int, Counter[str]]:
-    """
-    Write the good records as JSONL, and list the dropped ones with line and reason in `<path>.dropped`. Return the
-    number of good records, and the number of dropped ones for each reason.
-
-    Args:
-        records (`Iterable[Record]`): the result of [`~data.records.read_records`].
-        path (`Path`): the file to write. A caller that wants a whole file or none renames it afterwards
-            ([`~runtime.writing.written_whole`]).
-        rules ([`CleaningRules`]): the limits.
-        held_out ([`OverlapFinder`]): the held-out texts, which the good records must not overlap.
-
-    Raises:
-        `ValueError`: if no record is good.
-    """
-    num_kept, reasons = 0, Counter[str]()
-    with (
-        path.open("w", encoding="utf-8") as kept,
-        path.with_name(f"{path.name}.dropped").open("w", encoding="utf-8") as dropped,
-        progress("cleaning") as bar,
-    ):
-        for record, line, reason in clean_records(records, rules, held_out):
-            bar.update()
-            if reason:
-                reasons[reason] += 1
-                where = {"source": record.source, "line": record.line, "reason": reason}
-                dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
-            else:
-                num_kept += 1
-                kept.write(line + "\n")
-    if not num_kept:
-        raise UserError(f"No record is left, so {path.name} is not written: {describe_counts(num_kept, reasons)}.")
-    return num_kept, reasons
+        # Under the lock: another process may write them now.
+        for file in (path, dropped_path):
+            if file.exists():
+                raise UserError(f"{file} exists. Choose another --output, or delete this file.")
+        sources, held_out_sources = list_sources(names), list_sources(held_out or [])
+        texts = held_out_texts(read_records(held_out_sources, text_column=text_column))
+        finder = OverlapFinder(itertools.chain(texts, more_held_out))
+        num_kept, reasons = 0, Counter[str]()
+        with (
+            (scratch / path.name).open("w", encoding="utf-8") as kept,
+            (scratch / dropped_path.name).open("w", encoding="utf-8") as dropped,
+            progress("cleaning") as bar,
+        ):
+            records = read_records(sources, text_column=text_column)
+            limits: dict[str, Any] = {"min_chars": min_chars, "near_duplicates": near_duplicates}
+            for record, line, reason in clean_records(records, finder, **limits):
+                bar.update()
+                if reason:
+                    reasons[reason] += 1
+                    where = {"source": record.source, "line": record.line, "reason": reason}
+                    dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
+                else:
+                    num_kept += 1
+                    kept.write(line + "\n")
+        counts = [f"{num_kept + reasons.total():,} records read, {num_kept:,} kept, {reasons.total():,} dropped"]
+        counts += [f"  {number:>10,}  {reason}" for reason, number in reasons.most_common()]
+        if not num_kept:
+            raise UserError(f"No record is left, so {path.name} is not written: {'; '.join(counts)}.")
+    return "\n".join(counts)

@@ -17,7 +17,11 @@ from .sources import name_eval_sets
 
 @dataclass
 class SourceArguments:
-    """Data to train on."""
+    """Data to train on: preferences, unless a subclass reads other records."""
+
+    # Subclasses make flags of them.
+    text_column = "text"
+    streaming = False
 
     dataset_name: list[str] = field(
         default_factory=lambda: ["embedded"],
@@ -51,51 +55,59 @@ class SourceArguments:
         default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
     )
 
+    @property
+    def kind_name(self) -> str:
+        """Name of the records in messages to users: the plural of their schema, or `text`."""
+        return "preferences"
+
     def load_documents(
-        self, training_args: TrainingArguments, *, schema: str = "text", keep_rejected: bool = True, **reading: Any
+        self, training_args: TrainingArguments, *, keep_rejected: bool = True, is_evaluation: bool = False
     ) -> tuple[Dataset | IterableDataset, dict[str, Dataset]]:
         """
-        Load the training set, and the validation sets by name, by [`~data.documents.load_documents`]. A single
-        validation set has the name "".
+        Load the training set, shuffled if it is a stream, and the validation sets by name, by
+        [`~data.documents.load_documents`]. A single validation set has the name "".
 
         Args:
             training_args ([`TrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only the
                 main process writes.
-            schema (`str`, defaults to `"text"`): kind of the records.
             keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
-            reading: further arguments of [`~data.documents.load_documents`].
+            is_evaluation (`bool`, defaults to `False`): return an empty training set.
 
         Raises:
             `ValueError`: in the cases of [`~data.documents.load_documents`].
         """
         # Every rank reads the data, but only one may write the file that lists the bad lines.
         keeps = training_args.process_index == 0 and keep_rejected
-        reading |= {"schema": schema, "num_proc": self.num_proc, "max_rejected_ratio": self.max_rejected_ratio}
+        reading: dict[str, Any] = {"schema": self.kind_name.removesuffix("s"), "text_column": self.text_column}
+        reading |= {"num_proc": self.num_proc, "max_rejected_ratio": self.max_rejected_ratio}
 
         def rejected_path(name: str) -> Path | None:
             return Path(training_args.output_dir, name) if keeps else None
 
         # An evaluation may take the training data, too.
-        train_names = [] if reading.get("is_evaluation") else self.dataset_name
-        # Without a fraction for validation, the training set is the whole set.
-        whole = reading | {"validation_fraction": 0.0, "streaming": False, "is_evaluation": False}
-        validation = {
-            label: load_documents(
-                [name], **whole, rejected_path=rejected_path(f"rejected-eval{label and '-'}{label}.jsonl")
-            )[0]
-            for label, name in name_eval_sets(self.eval_dataset_name, train_names).items()
-        }
-        if validation and reading.get("is_evaluation"):
+        train_names = [] if is_evaluation else self.dataset_name
+        validation: dict[str, Any] = {}
+        for label, name in name_eval_sets(self.eval_dataset_name, train_names).items():
+            path = rejected_path(f"rejected-eval{label and '-'}{label}.jsonl")
+            # Without a fraction for validation, the training set is the whole set.
+            validation[label], _ = load_documents([name], validation_fraction=0.0, rejected_path=path, **reading)
+        if validation and is_evaluation:
             return next(iter(validation.values())).select([]), validation
         train, split = load_documents(
             self.dataset_name,
             weights=self.dataset_weights,
+            streaming=self.streaming,
             validation_fraction=0.0 if validation else self.validation_fraction,
             train_fraction=self.train_fraction,
             seed=training_args.seed,
             rejected_path=rejected_path("rejected.jsonl"),
+            is_evaluation=is_evaluation,
             **reading,
         )
+        # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
+        # An evaluation gets an empty training set, which is no stream.
+        if isinstance(train, IterableDataset):
+            train = train.shuffle(seed=training_args.seed, buffer_size=10_000)
         return train, validation or {"": split}
 
 
@@ -128,30 +140,13 @@ class DataArguments(SourceArguments):
         return None if self.packing == "none" else self.max_length
 
     @property
-    def schema(self) -> str:
-        """Kind of the records, for [`~data.documents.load_documents`]."""
-        return "text"
-
-    @property
     def kind_name(self) -> str:
-        """Name of the records in messages to users."""
         return "text"
 
     @property
     def encoder(self) -> ConversationEncoder | None:
         """Encoder of conversations; `None` for text."""
         return None
-
-    def load_documents(self, training_args: TrainingArguments, **reading: Any):
-        """Load the training set, shuffled if it is a stream, and the validation sets."""
-        # `reading` takes precedence: evaluation loads the same data with other settings.
-        own: dict[str, Any] = {"schema": self.schema, "text_column": self.text_column, "streaming": self.streaming}
-        train, validation = super().load_documents(training_args, **own | reading)
-        # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
-        # An evaluation gets an empty training set, which is no stream.
-        if isinstance(train, IterableDataset):
-            train = train.shuffle(seed=training_args.seed, buffer_size=10_000)
-        return train, validation
 
     def prepare_rows(
         self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast, *, seed: int | None = None
@@ -234,10 +229,6 @@ class ChatArguments(DataArguments):
         super().__post_init__()
         check_ratio("--add_system_ratio", self.add_system_ratio)
         check_ratio("--empty_think_ratio", self.empty_think_ratio, self.enable_thinking)
-
-    @property
-    def schema(self) -> str:
-        return "text" if self.dataset_kind == "text" else "conversation"
 
     @property
     def kind_name(self) -> str:

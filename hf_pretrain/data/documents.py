@@ -200,30 +200,23 @@ def _load_rows(
         return _load_hub_rows(name, schema, text_column, streaming, num_proc)
     how = {"schema": schema, "text_column": text_column}
     states = [(source, _file_state(source)) for source in sources]
+    reading: dict[str, Any] = {"features": RECORD_FEATURES, "gen_kwargs": {"states": states, **how}}
+    parsing: dict[str, Any] = {"batched": True, "fn_kwargs": how, "features": ROW_FEATURES}
+    parsing["remove_columns"] = list(RECORD_FEATURES)
     if streaming:
-        stream = IterableDataset.from_generator(
-            _stream_rows, features=ROW_FEATURES, gen_kwargs={"states": states, **how}
-        )
+        stream = IterableDataset.from_generator(_read_records, **reading).map(_parse_records, **parsing)
         # A resumed run compares this text, too. Names and sizes identify the files; a digest would need to read them.
         stream.info.description = str([how, *((Path(source).name, size) for source, (size, _) in states)])
         return stream
     announce(f"reading {name}")
     try:
-        records = Dataset.from_generator(
-            _read_records,
-            features=RECORD_FEATURES,
-            gen_kwargs={"states": states, **how},
-            fingerprint=cache_key(how, states),
-        )
+        records = Dataset.from_generator(_read_records, **reading, fingerprint=cache_key(how, states))
     except datasets.exceptions.DatasetGenerationError as error:
         # `datasets` wraps every error of the generator. Users should see only the message inside.
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
     return records.map(
         _parse_records,
-        batched=True,
-        fn_kwargs=how,
-        features=ROW_FEATURES,
-        remove_columns=list(RECORD_FEATURES),
+        **parsing,
         num_proc=count_processes(len(records), num_proc),
         new_fingerprint=cache_key(records._fingerprint, how),
     )
@@ -263,27 +256,14 @@ def _read_records(
             )
 
 
-def _stream_rows(schema: str, text_column: str | None, **reading: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of embedded parts and files."""
-    for record in _read_records(schema=schema, text_column=text_column, **reading):
-        yield _parse_record(schema, text_column, *record.values())
-
-
 def _parse_records(batch: dict[str, list], schema: str, text_column: str | None) -> dict[str, list]:
     """Make rows from a batch of records."""
-    records = zip(*(batch[name] for name in RECORD_FEATURES), strict=True)
-    rows = [_parse_record(schema, text_column, *record) for record in records]
+    rows = []
+    for source, line, content, fault in zip(*(batch[name] for name in RECORD_FEATURES), strict=True):
+        # The text of an embedded document is in `text`, whatever column the text of other documents is in.
+        column = text_column if source not in EMBEDDED_SOURCES else "text"
+        rows.append(_make_row(source, line, content if fault is None else BadRecord(fault), schema, column))
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
-
-
-def _parse_record(
-    schema: str, text_column: str | None, source: str, line: int, content: str | None, fault: str | None
-) -> dict[str, Any]:
-    """Make one row from JSON text or a fault."""
-    record = BadRecord(fault or "") if content is None else parse_json(content)
-    # The text of an embedded document is in `text`, whatever column the text of other documents is in.
-    column = text_column if source not in EMBEDDED_SOURCES else "text"
-    return _make_row(source, line, record, schema, column)
 
 
 def _load_hub_rows(
@@ -322,11 +302,12 @@ def _check_records(
     return {column: [row[column] for row in rows] for column in ROW_FEATURES}
 
 
-def _make_row(source: str, line: int, record: Any, schema: str, text_column: str | None) -> dict[str, Any]:
-    """Make one row: the text of a good record, or the position of a bad one with the reason."""
+def _make_row(
+    source: str, line: int, content: str | dict | BadRecord, schema: str, text_column: str | None
+) -> dict[str, Any]:
+    """Make one row: the text of a good record, parsed or as JSON, or the position of a bad one with the reason."""
     try:
-        if isinstance(record, BadRecord):
-            raise record
+        record = content if isinstance(content, dict) else parse_json(content)
         if schema == "text":
             text = read_text(record, text_column=text_column)
             # The split hashes the text of documents that are not embedded.

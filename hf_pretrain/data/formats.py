@@ -86,11 +86,9 @@ def check_values(value: Any, column: str, *, depth: int = 1) -> None:
     Check a parsed JSON value and all values inside it.
 
     Raises:
-        `BadRecord`: for arrays and objects that nest deeper than `MAX_DEPTH`, a repeated key, or text that
-            [`check_characters`] refuses.
+        `BadRecord`: for arrays and objects that nest deeper than `MAX_DEPTH`, or text that [`check_characters`]
+            refuses.
     """
-    if isinstance(value, BadRecord):
-        raise value
     if isinstance(value, str):
         check_characters(value, column)
     elif isinstance(value, (dict, list, tuple)):
@@ -107,12 +105,7 @@ def write_json(value: Any, *, ascii: bool = False) -> str:
     def as_text(part: Any) -> str:
         if isinstance(part, datetime.date | datetime.time):
             return part.isoformat()
-        # `_unique_object` puts a `BadRecord` in place of an object with a repeated key.
-        raise (
-            part
-            if isinstance(part, BadRecord)
-            else BadRecord(f"a value is {json_type(part)}, which JSON does not have; write it as text")
-        )
+        raise BadRecord(f"a value is {json_type(part)}, which JSON does not have; write it as text")
 
     return json.dumps(value, ensure_ascii=ascii, default=as_text)
 
@@ -122,8 +115,7 @@ def json_type(value: Any) -> str:
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array"}
-    # `_unique_object` puts a `BadRecord` in place of an object with a repeated key.
-    return names.get(type(value), "an object" if isinstance(value, (dict, BadRecord)) else f"a {type(value).__name__}")
+    return names.get(type(value), "an object" if isinstance(value, dict) else f"a {type(value).__name__}")
 
 
 def drop_padding(record: dict[str, Any], features: Any = None) -> dict[str, Any]:
@@ -199,6 +191,8 @@ def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, str
 
 def as_json(record: Any) -> str | BadRecord:
     """Return a record as JSON text, or as a `BadRecord` if it is one or holds a value that JSON lacks."""
+    if isinstance(record, BadRecord):
+        return record
     try:
         # ASCII: halves of surrogate pairs stand for bytes that are not UTF-8, and UTF-8 cannot encode them.
         return write_json(record, ascii=True)
@@ -206,28 +200,17 @@ def as_json(record: Any) -> str | BadRecord:
         return error
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON. An object with a repeated key becomes a `BadRecord` at any depth, and so does broken JSON."""
-    # Look for NUL first: the JSON parser's own message would not mention it.
-    if "\0" in text:
-        return BadRecord("a NUL byte, as a crash or a full disk leaves behind; drop the line")
+def parse_json(content: str | BadRecord) -> Any:
+    """Parse the JSON text of a record. Raise `BadRecord` if it is broken, and in place of a record that is bad."""
+    if isinstance(content, BadRecord):
+        raise content
     try:
-        return json.loads(text, object_pairs_hook=_unique_object)
+        return json.loads(content)
     except json.JSONDecodeError as error:
-        return BadRecord(f"broken JSON: {error.msg}; fix or drop it")
+        raise BadRecord(f"broken JSON: {error.msg}; fix or drop it") from None
     # Python refuses integers of more than 4,300 digits with a plain ValueError.
     except (ValueError, RecursionError) as error:
-        return BadRecord(f"JSON that cannot be read: {error}; fix or drop it")
-
-
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
-    """Build an object from its pairs. Python's own parser would silently keep only the last of equal keys."""
-    record = dict(pairs)
-    if len(record) == len(pairs):
-        return record
-    keys = [key for key, _ in pairs]
-    twice = next(key for key in keys if keys.count(key) > 1)
-    return BadRecord(f"the key {twice!r} occurs twice; keep one")
+        raise BadRecord(f"JSON that cannot be read: {error}; fix or drop it") from None
 
 
 def _open(path: Path, newline: str | None) -> io.TextIOWrapper:
@@ -247,9 +230,10 @@ def _read_json_lines(path: Path, *, may_be_array: bool) -> Iterator[tuple[int, s
         )
         start, first = next(lines, (0, ""))
         if may_be_array and first.lstrip().startswith("["):
-            records = parse_json(first + file.read())
-            if isinstance(records, BadRecord):
-                raise UserError(f"{path}: {records.reason}.")
+            try:
+                records = parse_json(first + file.read())
+            except BadRecord as error:
+                raise UserError(f"{path}: {error.reason}.") from None
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
         for number, line in chain([(start, first)] if first else [], lines):

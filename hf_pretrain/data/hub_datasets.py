@@ -8,7 +8,6 @@ Single files, `owner/name:file.jsonl[@revision]`, are downloaded into the Hub's 
 machine.
 """
 
-import fnmatch
 import re
 from pathlib import Path
 
@@ -87,42 +86,33 @@ def _check_revision(name: str, dataset: DatasetName) -> None:
 
 
 def parse_hub_file(name: str) -> DatasetName | None:
-    """Return the repository, file or pattern, and revision that a name stands for; `None` for any other name."""
+    """Return the repository, file and revision that a name stands for; `None` for any other name."""
     parsed = DatasetName.parse(name)
     # A configuration of a dataset does not end like a file.
     is_file = parsed.config is not None and parsed.split is None and file_format(Path(parsed.config)) is not None
     return parsed if is_file and re.fullmatch(r"[\w.-]+/[\w.-]+", parsed.repo_id) else None
 
 
-def download_hub_files(file: DatasetName) -> list[str]:
+def download_hub_file(file: DatasetName) -> str:
     """
-    Download a file of a dataset repository, or all data files that match a pattern. Return their paths in the Hub's
-    cache. Without a connection, the cache answers for a single file.
+    Download a file of a dataset repository, and return its path in the Hub's cache. Without a connection, the cache
+    answers.
 
     Args:
-        file ([`~runtime.names.DatasetName`]): its `config` is the path in the repository, or a pattern with `*`.
+        file ([`~runtime.names.DatasetName`]): its `config` is the path in the repository.
 
     Raises:
         `ValueError`: if there is no such repository or file, or the Hub cannot be reached and the file is not in the
             cache.
     """
-    place, pattern, revision = f"{file.repo_id}:{file.config}", str(file.config), file.revision
-    names = [pattern]
+    place = f"{file.repo_id}:{file.config}"
     try:
-        if "*" in pattern:
-            info = HfApi().dataset_info(file.repo_id, revision=revision)
-            # The files of a commit never change, so the list and the files belong together.
-            revision, present = info.sha, [sibling.rfilename for sibling in info.siblings or []]
-            names = sorted(fnmatch.filter(present, pattern))
-            if not names:
-                raise UserError(f"{place}: no data file of the repository matches; it holds {', '.join(present)}.")
-        return [hf_hub_download(file.repo_id, name, repo_type="dataset", revision=revision) for name in names]
+        return hf_hub_download(file.repo_id, str(file.config), repo_type="dataset", revision=file.revision)
     except RemoteEntryNotFoundError as error:
-        present = HfApi().list_repo_files(file.repo_id, repo_type="dataset", revision=revision)
+        present = HfApi().list_repo_files(file.repo_id, repo_type="dataset", revision=file.revision)
         raise UserError(f"{place}: the repository has no such file. It holds {', '.join(present)}.") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError) as error:
         raise UserError(
             f"{place} cannot be downloaded: {error.__cause__ or error} Check the name, the revision, the connection, "
-            "HF_HUB_OFFLINE and HF_ENDPOINT; a single file may be in the cache. Private and gated repositories need "
-            "`hf auth login`."
+            "HF_HUB_OFFLINE and HF_ENDPOINT. Private and gated repositories need `hf auth login`."
         ) from error

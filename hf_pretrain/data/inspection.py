@@ -14,7 +14,7 @@ from ..tokenizer.chat_template import mark_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
-from .cleaning import CleaningRules, DuplicateFinder, digest
+from .cleaning import NEAR_DUPLICATES, DuplicateFinder, digest
 from .encoding import encode_conversation
 from .records import Record, list_sources, plain_text, read_records
 
@@ -112,7 +112,7 @@ def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
     """
     survey, generator = Survey(), random.Random(seed)
     announce("reading")
-    digests, finder = set[bytes](), DuplicateFinder(CleaningRules().near_duplicates)
+    digests, finder = set[bytes](), DuplicateFinder(NEAR_DUPLICATES)
     for record in records:
         if record.reason:
             survey.reasons[record.reason] += 1

@@ -107,9 +107,6 @@ def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
         raise BadRecord(f"{name!r} is no list of messages but {json_type(messages) if messages != [] else 'empty'}")
     read, tools = [], None
     for message in messages:
-        # The JSON parser puts a BadRecord in place of an object with a repeated key.
-        if isinstance(message, BadRecord):
-            raise message
         if not isinstance(message, dict):
             raise BadRecord(f"{name!r} holds {json_type(message)} in place of a message")
         message = _translate({key: value for key, value in message.items() if value is not None})

@@ -147,7 +147,7 @@ class PaddingRowCollator:
         vocab_size (`int`): number of ids that the model can embed.
 
     Raises:
-        `ValueError`: when called, for an id out of range, a negative weight, or a collator that packs rows itself.
+        `ValueError`: when called, for an id out of range or a negative weight.
     """
 
     def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]], vocab_size: int):
@@ -159,12 +159,6 @@ class PaddingRowCollator:
         # Remove our own column first: the wrapped collator may stack all columns that it gets.
         batch = self.collator([{k: v for k, v in f.items() if k != PADDING_ROW_COLUMN} for f in features])
         if is_padding_row.any() and "labels" in batch:
-            if len(batch["labels"]) != len(features):
-                raise UserError(
-                    f"The collator made {len(batch['labels'])} rows of labels from {len(features)} features. "
-                    "MaskedLossTrainer needs one row per feature. Pack documents before training (data.packing), not "
-                    "in the collator."
-                )
             batch["labels"][is_padding_row] = -100
         if "input_ids" in batch:
             # A GPU would only report that an assertion failed. Here on the CPU, reading the result waits for nothing.

@@ -2,70 +2,16 @@
 
 import json
 import os
-from functools import partial
 
 from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
-from ..tokenizer.chat_template import mark_template
 from .caching import cache_key, count_processes
-from .data_arguments import SourceArguments
 from .encoding import encode_conversation
-from .preparation import PreparedData, print_report
 
 
 PAIR_FEATURES = Features({name: List(Value("int64")) for name in ("prompt_ids", "chosen_ids", "rejected_ids")})
-
-
-def load_pairs(
-    data_args: SourceArguments,
-    training_args: TrainingArguments,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    are_whole: bool = False,
-) -> PreparedData:
-    """
-    Return preferences as rows of token ids. The main process prepares them, and the other ranks read its cache.
-
-    Args:
-        data_args ([`~data.data_arguments.SourceArguments`]): the data.
-        training_args ([`~stages.dpo.DPOTrainingArguments`]): gives the ranks, the seed, `max_length`, and the
-            directory of `rejected.jsonl`.
-        tokenizer ([`PreTrainedTokenizerFast`]): a chat template that does not mark assistant tokens gets the marks.
-        are_whole (`bool`): see [`prepare_pairs`].
-
-    Raises:
-        `ValueError`: in the cases of [`~data.documents.load_documents`], [`prepare_pairs`] and
-            [`~tokenizer.chat_template.mark_template`].
-    """
-    # The loss compares only the text that the template marks.
-    mark_template(tokenizer)
-    with training_args.main_process_first(desc="preparing the data"):
-        documents, eval_sets = data_args.load_documents(training_args, schema="preference")
-        prepare = partial(
-            prepare_pairs,
-            tokenizer=tokenizer,
-            max_length=training_args.max_length,
-            num_proc=data_args.num_proc,
-            are_whole=are_whole,
-        )
-        train, train_report = prepare(documents)
-        validation = {name: prepare(part) for name, part in eval_sets.items()}
-    report = [f"Training: {train_report}"]
-    report += [f"Validation{name and ' '}{name}: {text}" for name, (_, text) in validation.items()]
-    print_report(report, training_args)
-    return PreparedData(
-        tokenizer,
-        report,
-        data_args.dataset_name,
-        "preferences",
-        train,
-        {name: pairs for name, (pairs, _) in validation.items()},
-        data_args.eval_dataset_name or [],
-        # A reward model answers no questions.
-        conversations=None if are_whole else next(iter(eval_sets.values())),
-    )
 
 
 def prepare_pairs(

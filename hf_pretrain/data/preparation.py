@@ -1,14 +1,17 @@
-"""Turn names of datasets into packed sequences, for every stage that trains on tokens and for evaluation."""
+"""Turn names of datasets into packed sequences or pairs of answers, for every stage but reinforcement learning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..tokenizer.chat_template import mark_template
 from .collators import DataCollatorForPackedRows
-from .data_arguments import ChatArguments, DataArguments
+from .data_arguments import ChatArguments, DataArguments, SourceArguments
+from .packing import PackingReport
+from .preference_pairs import prepare_pairs
 
 
 @dataclass
@@ -60,32 +63,43 @@ class PreparedData:
 
 
 def load_rows(
-    data_args: DataArguments,
+    data_args: SourceArguments,
     training_args: TrainingArguments,
     tokenizer: PreTrainedTokenizerFast | Callable[[Dataset | IterableDataset], PreTrainedTokenizerFast],
     *,
     is_evaluation: bool = False,
     keep_rejected: bool = True,
+    are_whole: bool = False,
 ) -> PreparedData:
     """
-    Return documents as packed sequences. The main process prepares them, and the other ranks read its cache.
+    Return documents as packed sequences, or preferences as pairs. The main process prepares them, and the other ranks
+    read its cache.
 
     Args:
-        data_args ([`~data.data_arguments.DataArguments`]): the data. With [`~data.data_arguments.ChatArguments`], the
-            rows have loss weights, and a chat template that does not mark assistant tokens gets the marks.
-        training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed and the
-            directory of `rejected.jsonl`.
+        data_args ([`~data.data_arguments.SourceArguments`]): the preferences; or with
+            [`~data.data_arguments.DataArguments`], documents to pack. A chat template that does not mark assistant
+            tokens gets the marks, unless the documents are texts.
+        training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed, the directory
+            of `rejected.jsonl` and, for preferences, `max_length`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.
         is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
         keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
+        are_whole (`bool`, defaults to `False`): as in [`~data.preference_pairs.prepare_pairs`].
 
     Raises:
-        `ValueError`: in the cases of [`~data.documents.load_documents`], [`~data.packing.prepare_rows`] and
-            [`~tokenizer.chat_template.mark_template`].
+        `ValueError`: in the cases of [`~data.documents.load_documents`], [`~data.packing.prepare_rows`],
+            [`~data.preference_pairs.prepare_pairs`] and [`~tokenizer.chat_template.mark_template`].
     """
-    if isinstance(data_args, ChatArguments) and data_args.encoder is not None:
+    if data_args.kind_name != "text":
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
-        mark_template(tokenizer, data_args.chat_template)
+        mark_template(tokenizer, data_args.chat_template if isinstance(data_args, ChatArguments) else None)
+
+    def prepare(documents: Dataset | IterableDataset, **draws: int) -> tuple[Any, Any]:
+        if isinstance(data_args, DataArguments):
+            return data_args.prepare_rows(documents, tokenizer, **draws)
+        how = {"max_length": training_args.max_length, "num_proc": data_args.num_proc}
+        return prepare_pairs(documents, tokenizer, are_whole=are_whole, **how)
+
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_sets = data_args.load_documents(
             training_args, keep_rejected=keep_rejected, is_evaluation=is_evaluation
@@ -95,12 +109,18 @@ def load_rows(
             tokenizer = tokenizer(train_documents)
         train_rows, train_report = None, None
         if not is_evaluation:
-            train_rows, train_report = data_args.prepare_rows(train_documents, tokenizer, seed=training_args.seed)
-        validation = {name: data_args.prepare_rows(part, tokenizer) for name, part in eval_sets.items()}
+            train_rows, train_report = prepare(train_documents, seed=training_args.seed)
+        validation = {name: prepare(part) for name, part in eval_sets.items()}
     report = [f"Validation{name and ' '}{name}: {counts or 'nothing'}" for name, (_, counts) in validation.items()]
     if not is_evaluation:
         report.insert(0, f"Training: {train_report or 'streamed'}")
-        print_report(report, training_args)
+        # The plan of a dry run shows the same lines.
+        if training_args.process_index == 0 and not getattr(training_args, "dry_run", False):
+            print("\n".join(report))
+    collator = None
+    if isinstance(data_args, DataArguments):
+        # Give all sequences one length: torch.compile would compile again for each new length.
+        collator = DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length)
     return PreparedData(
         tokenizer,
         report,
@@ -109,14 +129,8 @@ def load_rows(
         train_rows,
         {name: rows for name, (rows, _) in validation.items()},
         data_args.eval_dataset_name or [],
-        conversations=next(iter(eval_sets.values())) if data_args.encoder is not None else None,
-        # Give all sequences one length: torch.compile would compile again for each new length.
-        collator=DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length),
-        num_tokens=train_report.num_tokens if train_report is not None else None,
+        # A reward model answers no questions.
+        conversations=None if data_args.kind_name == "text" or are_whole else next(iter(eval_sets.values())),
+        collator=collator,
+        num_tokens=train_report.num_tokens if isinstance(train_report, PackingReport) else None,
     )
-
-
-def print_report(report: list[str], training_args: TrainingArguments) -> None:
-    """Print the report on the main process, except in a dry run, whose plan shows the same lines."""
-    if training_args.process_index == 0 and not getattr(training_args, "dry_run", False):
-        print("\n".join(report))

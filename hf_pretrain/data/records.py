@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .conversations import CONVERSATION_KEYS, SCHEMAS
-from .formats import BadRecord, file_format, read_text
+from .formats import BadRecord, file_format, parse_json, read_text
 from .hub_datasets import load_hub_dataset
-from .sources import EMBEDDED_SOURCES, find_sources, parse_source
+from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,10 @@ def read_records(sources: list[str], *, text_column: str = "text") -> Iterator[R
         column = "text" if source in EMBEDDED_SOURCES else text_column
         # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
         read_column = None if file_format(Path(source)) == ".parquet" else column
-        for line, content in parse_source(source, text_column=read_column):
-            schema = _find_schema(content, column)
+        for line, text_or_fault in read_source(source, text_column=read_column):
             try:
-                if isinstance(content, BadRecord):
-                    raise content
+                content = parse_json(text_or_fault)
+                schema = _find_schema(content, column)
                 text = read_text(content, text_column=column) if schema == "text" else SCHEMAS[schema](content)
                 yield Record(source, line, content, text, schema=schema)
             except BadRecord as error:

@@ -13,6 +13,7 @@ MiniMind's files. The same seed gives the same embedded tasks.
 
 import itertools
 import json
+import operator
 import random
 import re
 from collections import defaultdict
@@ -29,10 +30,10 @@ from ..runtime.names import check_word
 from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
-from .formats import BadRecord, check_values, file_format, write_json
-from .messages import messages_in, read_messages, take_weights
+from .formats import BadRecord, check_values, parse_json, write_json
+from .messages import messages_in, read_messages, read_turn, take_weights
 from .rejected import RejectedLines
-from .sources import find_sources, is_hub_dataset, parse_source
+from .sources import find_sources, read_source
 
 
 # Maximum number of tasks per embedded kind.
@@ -94,11 +95,7 @@ def _answer_formats(generator: random.Random) -> Iterator[dict[str, Any]]:
 
 def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
     """Yield random problems with two numbers, without end."""
-    operations: dict[str, Callable[[int, int], int]] = {
-        "+": lambda a, b: a + b,
-        "-": lambda a, b: a - b,
-        "*": lambda a, b: a * b,
-    }
+    operations = {"+": operator.add, "-": operator.sub, "*": operator.mul}
     while True:
         # Multiplication is the hardest, so it is half as frequent as addition or subtraction.
         sign = generator.choice("++--*")
@@ -150,16 +147,12 @@ def read_task(record: Any) -> dict[str, Any]:
     Raises:
         `BadRecord`: if the record has neither format.
     """
-    if isinstance(record, BadRecord):
-        raise record
     if not isinstance(record, dict):
         raise BadRecord('not an object; write it as {"prompt": [{"role": "user", "content": ...}]}')
     for name, value in record.items():
         check_values([name, value], name)
     if "prompt" in record:
-        prompt = messages_in(record["prompt"], "prompt")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt, tools = _read_prompt(messages, "prompt")
+        prompt, tools = _as_columns(*read_turn(record["prompt"], "prompt", "user"))
         return {**record, "prompt": prompt} | ({} if tools is None else {"tools": tools})
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
@@ -167,60 +160,42 @@ def read_task(record: Any) -> dict[str, Any]:
     if not isinstance(conversation, list) or len(conversation) < 2:
         raise BadRecord("`conversations` holds no prompt with an answer; write a list of messages")
     # MiniMind's last message is an answer, which the policy replaces by its own.
-    prompt, tools = _read_prompt(conversation[:-1], "conversations")
+    prompt, tools = _as_columns(*read_messages(conversation[:-1], "conversations"))
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
 
 
-def _read_prompt(messages: Any, name: str) -> tuple[list[dict[str, Any]], str | None]:
+def _as_columns(messages: list[dict[str, Any]], tools: list | None) -> tuple[list[dict[str, Any]], str | None]:
     """
-    Return messages in the internal form, and their tools, with the tools and the arguments of calls as JSON text.
+    Return messages and their tools, with the tools and the arguments of calls as JSON text.
 
     As nested columns of a table, the arguments would get the names of all other calls.
     """
-    read, tools = read_messages(messages, name)
     # The run trains only the answers that it generates itself.
-    take_weights(read)
-    for message in read:
+    take_weights(messages)
+    for message in messages:
         for call in message.get("tool_calls", []):
             call["arguments"] = write_json(call["arguments"])
     if tools is None:
-        return read, None
-    read[0]["tools"] = write_json(tools)
-    return read, read[0]["tools"]
+        return messages, None
+    messages[0]["tools"] = write_json(tools)
+    return messages, messages[0]["tools"]
 
 
-def _load_tasks(
-    name: str,
-    seed: int,
-    vary: Callable[[dict[str, Any]], dict[str, Any]],
-    rejected: RejectedLines,
-    check: Callable[[dict[str, Any]], None] | None,
-) -> list[tuple[dict[str, Any], list[str]]]:
-    """Load the tasks of one name, each with the texts whose hashes decide between training and validation."""
-    rows: list[tuple[dict[str, Any], list[str]]] = []
-    if re.match(r"embedded(:|$)", name):
-        return [(vary(task), origins) for task, origins in _load_embedded_tasks(name, seed)]
+def _read_tasks(
+    name: str, rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Yield the tasks of files or of a Hub dataset, finished, each with the text whose hash decides the split."""
     for source in find_sources(name) or [name]:
-        if not is_hub_dataset(source) and file_format(Path(source)) not in (".jsonl", ".json"):
-            raise UserError(f"{source}: tasks are read from .jsonl and .json files. Convert the file.")
-        for line, record in parse_source(source, text_column=None):
+        for line, content in read_source(source, text_column=None):
             rejected.num_lines += 1
             try:
-                task = read_task(record)
-                # The split must not depend on the system message that `vary` adds.
-                origins = [json.dumps(task["prompt"])]
-                task = vary(task)
-                if check is not None:
-                    check(task)
-                rows.append((task, origins))
+                task = read_task(parse_json(content))
+                # The split must not depend on the system message that `finish` adds.
+                yield finish(task), [json.dumps(task["prompt"])]
             except BadRecord as error:
                 rejected.add(source, line, error.reason)
-    rejected.check_ratio()
-    if not rows:
-        raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
-    return rows
 
 
 def load_tasks(
@@ -240,8 +215,8 @@ def load_tasks(
     validation set if all of these documents are in the validation sets of the other stages.
 
     Args:
-        dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory (`.jsonl`, `.json`), or
-            a Hub id, with records in a format of [`read_task`].
+        dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory, or a Hub id, with
+            records in a format of [`read_task`].
         validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
         seed (`int`, defaults to 42): seed of the embedded tasks and of the random system messages.
         add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
@@ -257,12 +232,26 @@ def load_tasks(
     """
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
 
-    def vary(task: dict[str, Any]) -> dict[str, Any]:
+    def add_system(task: dict[str, Any]) -> dict[str, Any]:
         tools = task["prompt"][0].get("tools")
         return task | {"prompt": add_system_message(task["prompt"], tools, seed=seed, ratio=add_system_ratio)}
 
-    reading = (seed, vary, rejected, check)
-    loaded = (task for name in dataset_names for task in _load_tasks(name, *reading))
+    def finish(task: dict[str, Any]) -> dict[str, Any]:
+        task = add_system(task)
+        if check is not None:
+            check(task)
+        return task
+
+    loaded: list[tuple[dict[str, Any], list[str]]] = []
+    for name in dataset_names:
+        num_before = len(loaded)
+        if re.match(r"embedded(:|$)", name):
+            loaded += [(add_system(task), origins) for task, origins in _load_embedded_tasks(name, seed)]
+            continue
+        loaded += _read_tasks(name, rejected, finish)
+        rejected.check_ratio()
+        if len(loaded) == num_before:
+            raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rows, origins = zip(*loaded, strict=True)
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
     columns = list(dict.fromkeys(column for row in rows for column in row))

@@ -4,15 +4,14 @@ import re
 from collections.abc import Iterator
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
 from .corpora import EMBEDDED_CORPORA, load_embedded
-from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, parse_json, read_file
-from .hub_datasets import download_hub_files, load_hub_dataset, parse_hub_file
+from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, read_file
+from .hub_datasets import download_hub_file, load_hub_dataset, parse_hub_file
 
 
 logger = logging.get_logger(__name__)
@@ -39,7 +38,7 @@ def find_sources(name: str) -> list[str] | None:
     # A local file takes precedence over a file on the Hub.
     hub_file = None if path.exists() else parse_hub_file(name)
     if hub_file is not None:
-        return download_hub_files(hub_file)
+        return [download_hub_file(hub_file)]
     if path.is_file():
         files = [path]
     # `owner/name[split]` is a glob, too, which then matches no file.
@@ -112,32 +111,24 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
     return dict(zip(labels, names, strict=True))
 
 
-def is_hub_dataset(source: str) -> bool:
-    """Return whether a source is the name of a whole Hub dataset, for which [`find_sources`] returns `None`."""
-    # All files that are read have a known ending, and a name with such an ending is always a file.
-    return source not in EMBEDDED_SOURCES and file_format(Path(source)) is None
-
-
-def read_source(source: str, *, schema: str, text_column: str | None) -> Iterator[tuple[int, str | BadRecord]]:
+def read_source(
+    source: str, *, schema: str = "text", text_column: str | None
+) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file, an embedded part or a Hub dataset as JSON text, each with its number.
 
     Args:
         source (`str`): one of the sources that [`find_sources`] returns, or the name of a Hub dataset.
-        schema (`str`): kind of the records of an embedded part, as in [`~data.corpora.load_embedded`].
+        schema (`str`, defaults to `"text"`): kind of the records of an embedded part, as in
+            [`~data.corpora.load_embedded`].
         text_column (`str`, *optional*): as in [`~data.formats.read_file`].
     """
     if source in EMBEDDED_SOURCES:
         records = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
         yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
-    elif is_hub_dataset(source):
+    # All files that are read have a known ending, and a name with such an ending is always a file.
+    elif file_format(Path(source)) is None:
         rows = load_hub_dataset(source)
         yield from ((number, as_json(drop_padding(row, rows.features))) for number, row in enumerate(rows, start=1))
     else:
         yield from read_file(Path(source), text_column=text_column)
-
-
-def parse_source(source: str, *, text_column: str | None) -> Iterator[tuple[int, Any]]:
-    """Yield the records of [`read_source`] in the schema `text`, parsed; a `BadRecord` in place of a bad one."""
-    for number, content in read_source(source, schema="text", text_column=text_column):
-        yield number, parse_json(content) if isinstance(content, str) else content

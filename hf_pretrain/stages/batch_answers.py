@@ -33,11 +33,9 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerFast, **how: Any) -> 
         `UserError`: for a record without a usable prompt.
     """
     prompts = []
-    for number, text in read_file(path, text_column=None):
+    for number, content in read_file(path, text_column=None):
         try:
-            record = text if isinstance(text, BadRecord) else parse_json(text)
-            if isinstance(record, BadRecord):
-                raise record
+            record = parse_json(content)
             if not isinstance(record, dict) or ANSWER in record:
                 raise BadRecord(f"not an object, or one with the field {ANSWER!r}, which is for the answer")
             prompts.append((record, encode_record(record, tokenizer, **how)))

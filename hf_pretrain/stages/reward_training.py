@@ -35,7 +35,7 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
 
 
 class MiniMindRewardTrainer(RouterLossMixin, RewardTrainer):
-    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preference_pairs.load_pairs`]."""
+    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
 
     def __init__(self, model: MiniMindForSequenceClassification, **kwargs: Any):
         super().__init__(model, **kwargs)

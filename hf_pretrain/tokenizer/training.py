@@ -33,6 +33,9 @@ from .pretrained import load_tokenizer, save_tokenizer
 
 logger = logging.get_logger(__name__)
 
+# More text takes longer, and hardly changes the tokenizer.
+MAX_TRAINING_CHARS = 50_000_000
+
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrainedTokenizerFast:
     """
@@ -90,7 +93,6 @@ def load_or_train_tokenizer(
     *,
     vocab_size: int,
     cache_dir: str | Path | None = None,
-    max_training_chars: int = 50_000_000,
 ) -> PreTrainedTokenizerFast:
     """
     Load a tokenizer, or train one on the documents and cache it for later runs on the same documents.
@@ -101,8 +103,6 @@ def load_or_train_tokenizer(
         vocab_size (`int`): number of entries of the trained tokenizer in total.
         cache_dir (`str` or `Path`, *optional*): directory of cached tokenizers. The name of each is a digest of its
             training data and settings. The default is `hf_pretrain/tokenizers` in `HF_HOME`.
-        max_training_chars (`int`, defaults to 50,000,000): limit of the training text in characters. Above it,
-            training uses evenly spaced documents, or the first documents of a stream.
 
     Returns:
         [`PreTrainedTokenizerFast`]
@@ -112,7 +112,7 @@ def load_or_train_tokenizer(
     """
     if name_or_path is not None:
         return load_tokenizer(name_or_path)
-    texts = _sample_texts(documents, max_training_chars)
+    texts = _sample_texts(documents)
     # The key covers all inputs of the result: text, settings, templates, code and library version.
     digest = hashlib.blake2b(digest_size=16)
     templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
@@ -136,14 +136,14 @@ def load_or_train_tokenizer(
     return load_tokenizer(directory)
 
 
-def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[str]:
-    """Return texts of about `max_chars` characters: evenly spaced, or the first ones of a stream."""
+def _sample_texts(documents: Dataset | IterableDataset) -> list[str]:
+    """Return texts of up to about `MAX_TRAINING_CHARS` characters: evenly spaced, or the first ones of a stream."""
     if isinstance(documents, Dataset):
         # Estimate the mean length from 1,000 documents. Reading all documents of a large dataset would take minutes.
         probe = documents.select(np.linspace(0, len(documents) - 1, min(len(documents), 1000), dtype=np.int64))
         mean_chars = sum(map(len, probe["text"][:])) / max(len(probe), 1)
-        if mean_chars * len(documents) > max_chars:
-            count = max(1, int(max_chars / mean_chars))
+        if mean_chars * len(documents) > MAX_TRAINING_CHARS:
+            count = max(1, int(MAX_TRAINING_CHARS / mean_chars))
             documents = documents.select(np.linspace(0, len(documents) - 1, count, dtype=np.int64))
         # `[:]` reads the column at once. Iterating over it reads row by row and takes ten times as long.
         return documents["text"][:]
@@ -151,7 +151,7 @@ def _sample_texts(documents: Dataset | IterableDataset, max_chars: int) -> list[
     for document in documents:
         texts.append(document["text"])
         num_chars += len(texts[-1])
-        if num_chars >= max_chars:
+        if num_chars >= MAX_TRAINING_CHARS:
             break
     return texts
 

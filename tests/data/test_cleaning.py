@@ -13,14 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from hf_pretrain.data.cleaning import (
-    CleaningRules,
     DuplicateFinder,
     OverlapFinder,
+    clean_data,
     clean_records,
     find_flaw,
     held_out_texts,
     normalize,
-    write_cleaned,
 )
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, render, survey_records
@@ -41,12 +40,18 @@ def chat(question: str, **answer) -> dict:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]}
 
 
-def clean_file(path: Path, records: list, rules: CleaningRules | None = None) -> tuple[list[dict], Counter]:
-    """Return the records that a cleaning keeps, and the reasons for the others."""
+def clean_file(path: Path, **how) -> tuple[list[dict], list[dict]]:
+    """Return the records of a file that a cleaning keeps, and the list of the others."""
     output = path.with_name("cleaned.jsonl")
-    records = read_records([write_jsonl(path, records)])
-    _, dropped = write_cleaned(records, output, rules or CleaningRules(), OverlapFinder([]))
-    return [json.loads(line) for line in output.read_text().splitlines()], dropped
+    text = clean_data([str(path)], str(output), **how)
+    kept, dropped = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in (output, path.with_name("cleaned.jsonl.dropped"))
+    )
+    assert text.startswith(f"{len(kept) + len(dropped)} records read, {len(kept)} kept, {len(dropped)} dropped")
+    for reason, number in Counter(entry["reason"] for entry in dropped).items():
+        assert f" {number}  {reason}" in text
+    return kept, dropped
 
 
 def run_command(*words: str) -> None:
@@ -71,7 +76,7 @@ def sentences(number: int, seed: int = 0) -> list[str]:
     ],
 )
 def test_rules(text, flaw):
-    assert find_flaw(text, CleaningRules()) == flaw
+    assert find_flaw(text, 20) == flaw
 
 
 def jaccard(left: str, right: str) -> float:
@@ -115,8 +120,9 @@ def test_exact_duplicates(first, second, is_exact):
 )
 def test_conversations_differ_in_calls_and_thoughts(tmp_path, answers):
     chats = [chat("Please do what I asked you to do yesterday evening.", **answer) for answer in answers]
-    kept, dropped = clean_file(tmp_path / "a.jsonl", [*chats, chats[1]])
-    assert kept == chats and dropped == {"exact duplicate": 1}
+    write_jsonl(tmp_path / "a.jsonl", [*chats, chats[1]])
+    kept, dropped = clean_file(tmp_path / "a.jsonl")
+    assert kept == chats and [entry["reason"] for entry in dropped] == ["exact duplicate"]
 
 
 def test_overlap_with_held_out_text():
@@ -144,17 +150,11 @@ def test_every_record_is_kept_or_counted(tmp_path):
     lines = [*texts, texts[0], texts[1].replace(" of ", " off ", 1), "short", {"text": 5}]
     records = [json.dumps({"text": line} if isinstance(line, str) else line) for line in lines]
     (tmp_path / "a.jsonl").write_text("\n".join([*records, "{broken"]) + "\n")
-    held_out = OverlapFinder([texts[7]])
-    source = str(tmp_path / "a.jsonl")
-    num_kept, reasons = write_cleaned(read_records([source]), tmp_path / "b.jsonl", CleaningRules(), held_out)
-    kept = [json.loads(line)["text"] for line in (tmp_path / "b.jsonl").read_text().splitlines()]
-    assert kept == [text for text in texts if text != texts[7]]
-    dropped = [json.loads(line) for line in (tmp_path / "b.jsonl.dropped").read_text().splitlines()]
-    assert num_kept == len(kept) and len(lines) + 1 == len(kept) + len(dropped)
+    kept, dropped = clean_file(tmp_path / "a.jsonl", more_held_out=[texts[7]])
+    assert [record["text"] for record in kept] == [text for text in texts if text != texts[7]]
     assert [entry["line"] for entry in dropped] == [8, 31, 32, 33, 34, 35]
     expected = ["in the held-out data", "exact duplicate", "near duplicate", "shorter than 20 characters"]
     assert [entry["reason"] for entry in dropped][:4] == expected
-    assert reasons == Counter(entry["reason"] for entry in dropped)
 
 
 def test_the_fields_of_a_record_decide_its_schema(tmp_path):
@@ -186,17 +186,16 @@ def test_conversations_in_parquet_files(tmp_path):
     chats = [{**chats[number], "tools": tools[number]} for number in range(2)]
     chats[0]["messages"][0]["name"] = "Ann"
     pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chat.parquet")
-    output = tmp_path / "clean.jsonl"
-    write_cleaned(read_records([str(tmp_path / "chat.parquet")]), output, CleaningRules(), OverlapFinder([]))
-    assert [json.loads(line) for line in output.read_text().splitlines()] == chats
+    assert clean_file(tmp_path / "chat.parquet")[0] == chats
 
 
 def test_a_record_that_no_file_can_hold_is_bad(tmp_path):
     first, second = sentences(2)
     records = [{"text": first, "note": "\ud83d"}, {"text": first}, {"text": second}]
-    kept, dropped = clean_file(tmp_path / "a.jsonl", records)
-    assert kept == records[1:] and dropped.total() == 1
-    assert next(iter(dropped)).startswith("bad line: column 'note' holds half a surrogate pair")
+    write_jsonl(tmp_path / "a.jsonl", records)
+    kept, (dropped,) = clean_file(tmp_path / "a.jsonl")
+    assert kept == records[1:]
+    assert dropped["reason"].startswith("bad line: column 'note' holds half a surrogate pair")
 
 
 def test_nothing_is_written_if_nothing_is_kept(tmp_path, capsys):
@@ -210,8 +209,8 @@ def test_nothing_is_written_if_nothing_is_kept(tmp_path, capsys):
 def test_a_cleaning_that_fails_leaves_no_files(tmp_path, monkeypatch):
     source = write_jsonl(tmp_path / "a.jsonl", sentences(2))
 
-    def fail(*args):
-        yield from clean_records(*args)
+    def fail(*args, **how):
+        yield from clean_records(*args, **how)
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("hf_pretrain.data.cleaning.clean_records", fail)

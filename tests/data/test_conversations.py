@@ -354,7 +354,6 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
         ({"messages": [USER, ANSWER], "tools": "{}"}, "'tools' holds an object"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "'tools' is text that is not JSON, or nests too deep"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "\ud800"}]}]}, "half a surrogate pair"),
-        ({"messages": [BadRecord("the key 'role' occurs twice"), ANSWER]}, "the key 'role' occurs twice"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": "a"}}, "holds 'tools', which a record cannot"),
     ],
 )

@@ -61,8 +61,7 @@ BAD_LINES = {
     17: (b'{"text": "  "}', "is empty"),
     19: (b'{"text": "\\ud83d"}', "half a surrogate pair"),
     23: (b'{"text": "a\\u0000"}', "NUL character"),
-    24: (b'{"text": "\0"}', "NUL byte"),
-    29: (b'{"text": "a", "text": "b"}', "'text' occurs twice"),
+    24: (b'{"text": "\0"}', "broken JSON: Invalid control character"),
     31: (b'{"text": null}', "holds null"),
     37: (b'{"text": 5}', "holds an integer"),
     41: (b'{"\\ud83d": 1}', "no column 'text'"),
@@ -104,7 +103,7 @@ def test_too_many_bad_lines_stop_the_run(tmp_path, streaming):
     with pytest.raises(ValueError) as error:
         load_documents([name], streaming=streaming, max_rejected_ratio=0.02, rejected_path=tmp_path / "rejected.jsonl")
     message = str(error.value)
-    assert "12 of 300 lines (4.00%)" in message and "--max_rejected_ratio 0.02" in message
+    assert "11 of 300 lines (3.67%)" in message and "--max_rejected_ratio 0.02" in message
     assert f"1 x broken JSON: Unterminated string starting at; fix or drop it (first: {name}:3)" in message
     assert message.count(" x ") == 5
     assert str(tmp_path / "rejected.jsonl") in message

@@ -28,8 +28,10 @@ def read(path):
     """Return the records of a file, with the reason in place of a `BadRecord`."""
     records = []
     for number, content in read_file(path, text_column="text"):
-        record = parse_json(content) if isinstance(content, str) else content
-        records.append((number, f"bad: {record.reason}" if isinstance(record, BadRecord) else record))
+        try:
+            records.append((number, parse_json(content)))
+        except BadRecord as error:
+            records.append((number, f"bad: {error.reason}"))
     return records
 
 
@@ -39,7 +41,6 @@ def test_json_lines(tmp_path, name):
     lines = [
         b'\xef\xbb\xbf{"text": "after a byte order mark"}\r',
         b"",
-        b'{"text": "a", "text": "b"}',
         b'{"text": "cut off',
         b'{"text": "latin \xe9"}',
         b'{"text": "a\0"}',
@@ -50,19 +51,17 @@ def test_json_lines(tmp_path, name):
     data = b"\n".join(lines)
     path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     numbers, records = zip(*read(path), strict=True)
-    assert numbers == (1, 3, 4, 5, 6, 7, 8, 9)
+    assert numbers == (1, 3, 4, 5, 6, 7, 8)
     assert (records[0], records[-1]) == ({"text": "after a byte order mark"}, {"text": "no end of line"})
-    faults = ["'text' occurs twice", "broken JSON: Unterminated", "not UTF-8", "NUL byte", "cannot be read", "limit"]
+    faults = ["broken JSON: Unterminated", "not UTF-8", "broken JSON: Invalid control", "cannot be read", "limit"]
     for record, words in zip(records[1:-1], faults, strict=True):
         assert record.startswith("bad: ") and words in record
 
 
 def test_a_json_array(tmp_path):
     path = tmp_path / "a.json"
-    path.write_text('  \n[{"text": "a"},\n {"text": "b", "text": "c"}, 5]')
-    records = read(path)
-    assert records[0] == (1, {"text": "a"}) and records[2] == (3, 5)
-    assert records[1][0] == 2 and "occurs twice" in records[1][1]
+    path.write_text('  \n[{"text": "a"},\n {"text": "b"}, 5]')
+    assert read(path) == [(1, {"text": "a"}), (2, {"text": "b"}), (3, 5)]
     path.write_text('[{"text": "a"},\n {"text": ]')
     with pytest.raises(ValueError, match="a.json: broken JSON: Expecting value"):
         read(path)

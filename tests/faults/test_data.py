@@ -36,28 +36,17 @@ lines = st.one_of(
     records.map(lambda record: json.dumps(record).encode()),
     records.map(lambda record: json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass")),
     records.map(lambda record: json.dumps(record).encode()[:-1]),
-    st.text(min_size=1).map(lambda text: b'{"text": ' + json.dumps(text).encode() + b', "text": "twice"}'),
     st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"")),
 )
 
 
 def is_document(line: bytes) -> bool:
-    """Return whether a line is a document: one UTF-8 JSON object without duplicate keys, with a letter in `text`."""
+    """Return whether a line is a document: one UTF-8 JSON object with a letter in `text`."""
     try:
-        text = line.decode("utf-8")
-        pairs = json.loads(text, object_pairs_hook=lambda pairs: ("object", pairs))
+        record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return False
-
-    def has_twice(value) -> bool:
-        if isinstance(value, tuple):
-            keys = [key for key, _ in value[1]]
-            return len(keys) != len(set(keys)) or any(has_twice(item) for _, item in value[1])
-        return isinstance(value, list) and any(map(has_twice, value))
-
-    if "\0" in text or not isinstance(pairs, tuple) or has_twice(pairs):
-        return False
-    document = dict(pairs[1]).get("text")
+    document = record.get("text") if isinstance(record, dict) else None
     if not isinstance(document, str) or not document.strip() or "\0" in document:
         return False
     return not any(0xD800 <= ord(character) < 0xE000 for character in document)
@@ -73,11 +62,8 @@ def test_any_lines(record, content):
         path.write_bytes(b"\n".join(content))
         good, bad = [], []
         for number, found in read_file(path, text_column="text"):
-            parsed = parse_json(found) if isinstance(found, str) else found
             try:
-                if isinstance(parsed, BadRecord):
-                    raise parsed
-                good.append((number, read_text(parsed, text_column="text")))
+                good.append((number, read_text(parse_json(found), text_column="text")))
             except BadRecord as error:
                 assert error.reason
                 bad.append(number)
@@ -103,7 +89,6 @@ BAD_LINES = {
     "an empty text": b'{"text": " "}',
     "half a surrogate pair": b'{"text": "a\\ud83d"}',
     "a NUL": b'{"text": "a\0"}',
-    "a key twice": b'{"text": "a", "text": "b"}',
     "no object": b"[1, 2]",
 }
 
@@ -130,9 +115,9 @@ def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
     words = command(workspace, tmp_path / "run")
     words[words.index("--dataset_name") + 1] = str(tmp_path / "a.jsonl")
     result = run(words)
-    assert result.returncode != 0 and "9 of 29 lines (31.03%) are bad" in result.stdout, result.stdout[-3000:]
+    assert result.returncode != 0 and "8 of 28 lines (28.57%) are bad" in result.stdout, result.stdout[-3000:]
     assert result.stdout.count(" x ") >= 5 and "step 1/8" not in result.stdout
-    assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 9
+    assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == len(BAD_LINES)
     record("data: too many bad lines", True)
 
 

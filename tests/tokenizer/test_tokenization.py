@@ -140,7 +140,8 @@ def test_training_sees_evenly_spaced_documents(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training, "train_tokenizer", train)
     texts = [f"document {index:04d}" for index in range(1000)]
-    limits = {"vocab_size": 300, "cache_dir": tmp_path, "max_training_chars": 13 * 10}
+    monkeypatch.setattr(training, "MAX_TRAINING_CHARS", 13 * 10)
+    limits = {"vocab_size": 300, "cache_dir": tmp_path}
     load_or_train_tokenizer(None, Dataset.from_dict({"text": texts}), **limits)
     load_or_train_tokenizer(None, IterableDataset.from_generator(lambda: ({"text": t} for t in texts)), **limits)
     assert seen[0] == [texts[index] for index in (0, 111, 222, 333, 444, 555, 666, 777, 888, 999)]
