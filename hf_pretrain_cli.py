@@ -122,10 +122,6 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         fail(f"--nproc {nproc} is not possible: start at least one process, and at most one per GPU ({len(gpus)}).")
     environment = _launch_environment(args.launcher, nproc, gpus)
     if args.launcher == "deepspeed":
-        if not gpus and not flags.use_cpu and "CUDA_VISIBLE_DEVICES" in os.environ:
-            # DeepSpeed replaces the variable for its processes, so it does not hide the GPUs from them.
-            rest.append("--use_cpu")
-            flags.use_cpu = True
         if flags.use_cpu:
             # DeepSpeed warns if it has to find out that there is no GPU.
             environment["DS_ACCELERATOR"] = "cpu"

@@ -12,16 +12,14 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
 By default, the recipe evaluates the newest run in `out/`. With the flags or the `--config` of a pretraining run, it
-reproduces the validation metrics that this run printed at its end. It writes all results to `evaluation.json` and to
-the `model-index` of the model card, in the model's directory.
+reproduces the validation metrics that this run printed at its end. It writes all results to `evaluation.json` in the
+model's directory.
 """
 
 from transformers.trainer_callback import PrinterCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.hub.model_card import RunFacts
-from hf_pretrain.hub.pushing import push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.ranks import leave_process_group
@@ -63,26 +61,21 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     metrics = trainer.evaluate() if rows.eval is not None else {}
     if rows.conversations is not None:
         metrics |= measure_answers(trainer.model, tokenizer, rows.conversations)
-    facts = RunFacts(datasets=rows.eval_names or rows.names, data_kind=rows.kind, eval_datasets=rows.eval_names)
-    results = begin_results(
-        metrics, facts, "; ".join(rows.report), max_length=data_args.max_length, limit=training_args.limit
-    )
+    results = begin_results(metrics, rows, max_length=data_args.max_length, limit=training_args.limit)
     if training_args.loss_by_position and rows.first_eval is not None:
         results["loss_by_position"] = measure_positions(trainer, rows.first_eval)
     if training_args.tasks:
         if is_main and metrics:
             # Tasks may fail late, for example if their data cannot be downloaded.
-            write_results(results, facts, directory=training_args.output_dir)
+            write_results(results, training_args.output_dir)
         if training_args.apply_chat_template is None:
             training_args.apply_chat_template = not is_base_model(name, trainer.model, tokenizer)
         results["apply_chat_template"] = training_args.apply_chat_template
         results["tasks"] = run_tasks(training_args, trainer.model.eval(), tokenizer)
     # All ranks hold the same figures; one writes them.
     if is_main:
-        path = write_results(results, facts, directory=training_args.output_dir)
+        path = write_results(results, training_args.output_dir)
         print(f"\nModel     {name}\nData      {results['data']}\nResults   {path}\n\n{format_results(results)}")
-        if training_args.push_to_hub:
-            print(f"Pushed to {push_folder(name, trainer.hub_model_id, message='Evaluation')}")
     leave_process_group()
 
 

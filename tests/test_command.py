@@ -83,14 +83,6 @@ def test_commands_without_gpus(no_gpus, words, expected):
     assert re.sub(r"^python\S* ", "", command) == expected
 
 
-@pytest.mark.parametrize("visible", ["-1", "", " -1,0"])
-def test_hidden_gpus_stay_hidden_from_deepspeed(four_gpus, monkeypatch, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    # DeepSpeed overwrites the variable.
-    environment, command = command_of("pretrain", "--launcher", "deepspeed", *PORT)
-    assert environment["DS_ACCELERATOR"] == "cpu" and " --use_cpu" in command
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -265,7 +265,6 @@ def test_sft_reports_the_change_of_the_loss(workspace, options):
     last = [entry for entry in log_history(output_dir) if "eval_repeated_4grams" in entry][-1]
     found = json.loads((output_dir / "evaluation.json").read_text())["held_out"]
     assert found == pytest.approx({key: last[key] for key in found}) and len(found) == 7
-    assert "share of repeated 4-grams" in (output_dir / "README.md").read_text()
 
 
 def test_sft_previews_the_trained_tokens(workspace):

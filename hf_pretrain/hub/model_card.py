@@ -55,7 +55,7 @@ class RunFacts:
     @property
     def data_name(self) -> str:
         """The names of the datasets, without the directories of this machine."""
-        return ", ".join(map(_public, self.datasets)) or "unnamed"
+        return ", ".join(map(public_name, self.datasets)) or "unnamed"
 
     @property
     def hub_datasets(self) -> list[str]:
@@ -77,7 +77,7 @@ def _hub_id(name: str | None) -> str | None:
     return split_hub_name(name)[0] if name and not _is_local(name) else None
 
 
-def _public(name: str) -> str:
+def public_name(name: str) -> str:
     """Return a name that does not show the directories of this machine."""
     return Path(name).name if _is_local(name) else name
 
@@ -118,7 +118,7 @@ def format_run_card(
     if is_adapted(model):
         # peft reads the base model from adapter_config.json, so the card names the same one.
         base_model = model.active_peft_config.base_model_name_or_path
-    start = "" if facts.base_model is None else f", from the weights of `{_public(facts.base_model)}`,"
+    start = "" if facts.base_model is None else f", from the weights of `{public_name(facts.base_model)}`,"
     return _render(
         model,
         metadata | {"eval_results": results or None, "license": license, "base_model": _hub_id(base_model)},
@@ -158,7 +158,7 @@ def format_conversion_card(
         {"license": license, "base_model": _hub_id(source)},
         repo_id=repo_id,
         format="stock" if format in LAYOUTS else format,
-        origin=f"Converted from `{_public(source)}`. {report}.",
+        origin=f"Converted from `{public_name(source)}`. {report}.",
         has_tokenizer=has_tokenizer,
     )
 
@@ -229,16 +229,6 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
         for metric in METRICS
         if metric.key in metrics
     ]
-
-
-def add_results(card: ModelCard, results: list[EvalResult], *, model_name: str) -> None:
-    """Add results to the `model-index` of a card. They replace older results of the same metric and data."""
-    old_results = card.data.eval_results or []
-    # Keep results of other tasks and data, which an earlier evaluation has written.
-    kept = [old for old in old_results if not any(new.is_equal_except_value(old) for new in results)]
-    # The Hub shows `model-index` only together with a name.
-    card.data.model_name = card.data.model_name or model_name
-    card.data.eval_results = kept + results
 
 
 def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:

@@ -1,5 +1,5 @@
 """
-Arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json`, tables, and the card's `model-index`.
+Arguments of `recipes/evaluate.py`, and its outputs: `evaluation.json` and tables.
 """
 
 import importlib.metadata
@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard
-from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ..checkpoints.directory import find_newest_run
 from ..data.data_arguments import ChatArguments
 from ..data.preparation import PreparedData, load_rows
-from ..hub.model_card import RunFacts, add_results, validation_results
+from ..hub.model_card import public_name
 from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS, named_figures
 from ..runtime.writing import check_output
@@ -106,6 +104,8 @@ class EvaluationArguments(LMTrainingArguments):
             check_whole_model(self, "--tasks")
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
+        # It pushes nothing, even if the training does.
+        self.push_to_hub = False
 
     def settle(self, model_name_or_path: str | None) -> str:
         """
@@ -122,10 +122,6 @@ class EvaluationArguments(LMTrainingArguments):
         if self.results_dir is None and not Path(name).is_dir():
             raise UserError(
                 f"{name} is not a directory here: name a directory for the results with --results_dir DIR."
-            )
-        if self.push_to_hub and self.results_dir is not None:
-            raise UserError(
-                "--push_to_hub pushes the model's directory together with the results: leave out --results_dir."
             )
         self.output_dir = self.results_dir or name
         check_output(self.output_dir, "--results_dir")
@@ -156,23 +152,24 @@ def load_validation(
 
 
 def begin_results(
-    metrics: dict[str, float], facts: RunFacts, report: str, *, max_length: int, limit: float | None
+    metrics: dict[str, float], data: PreparedData, *, max_length: int, limit: float | None
 ) -> dict[str, Any]:
     """
     Return the content of `evaluation.json` without results of tasks.
 
     Args:
         metrics (`dict[str, float]`): the metrics of the validation set; empty without one.
-        facts ([`~hub.model_card.RunFacts`]): the datasets and their kind.
-        report (`str`): the line that counts the documents of the validation set.
+        data ([`~data.preparation.PreparedData`]): the validation set.
         max_length (`int`): tokens per packed sequence.
         limit (`float`, *optional*): the number of examples per task, or their share.
     """
+    names = ", ".join(map(public_name, data.eval_names or data.names)) or "unnamed"
+    report = "; ".join(data.report).removeprefix("Validation: ")
     return {
         # This key keeps its older name for programs that read the file.
         "held_out": {metric.key: metrics[metric.key] for metric in METRICS if metric.key in metrics}
         | {key: metrics[key] for key in named_figures(metrics)},
-        "data": f"{facts.data_name} in sequences of {max_length}: {report.removeprefix('Validation: ')}",
+        "data": f"{names} in sequences of {max_length}: {report}",
         "tasks": {},
         "limit": limit,
         "versions": {name: importlib.metadata.version(name) for name in ("hf_pretrain", "torch", "transformers")},
@@ -234,45 +231,9 @@ def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
     return {name: result for name, result in tasks.items() if result["group"] is None}
 
 
-def write_results(results: dict[str, Any], facts: RunFacts, *, directory: str | Path) -> Path:
-    """
-    Write `evaluation.json`, and the same figures into the `model-index` of the model card.
-
-    The text of an existing card does not change. A missing card is created with only these figures.
-
-    Returns:
-        `Path`: the JSON file.
-    """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / RESULTS_NAME
+def write_results(results: dict[str, Any], directory: str | Path) -> Path:
+    """Write `evaluation.json` into a directory, and return its path."""
+    path = Path(directory, RESULTS_NAME)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    entries = validation_results(results["held_out"], facts)
-    # With --limit, a score covers only a part of the task's examples, so it must not go into the card.
-    if results.get("limit") is None:
-        entries += _task_results(results["tasks"])
-    if entries:
-        card_path = directory / REPOCARD_NAME
-        # A card needs a block of metadata, even an empty one, before results can be added.
-        card = ModelCard.load(card_path) if card_path.is_file() else ModelCard("---\n{}\n---\n")
-        add_results(card, entries, model_name=directory.resolve().name)
-        card.save(card_path)
     return path
-
-
-def _task_results(tasks: dict[str, Any]) -> list[EvalResult]:
-    """Return the scores of tasks as entries of a card's `model-index`."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=result["dataset"] or "custom",
-            dataset_config=task,
-            dataset_name=task,
-            # Drop the answer filter from the name: the Hub knows metrics by their plain names.
-            metric_type=metric.split(" (")[0],
-            metric_name=f"{metric}, {result['num_fewshot']}-shot" if result["num_fewshot"] else metric,
-            metric_value=round(entry["value"], 6),
-        )
-        for task, result in _whole_tasks(tasks).items()
-        for metric, entry in result["metrics"].items()
-    ]

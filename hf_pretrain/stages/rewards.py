@@ -24,8 +24,6 @@ from .tools import load_object, read_schemas
 PARTIAL_CREDIT = 0.2
 # With re.ASCII, a Chinese character next to a number is not part of the number.
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?!\w|\.\d)", re.ASCII)
-# A number with or without a unit beside it: 3.1069km, USD36.05.
-_QUANTITY = re.compile(r"(?:(?<![\w.])[-+])?(?<![\d.])\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|\.\d)", re.ASCII)
 
 
 def answer_of(completion: Completion) -> str:
@@ -85,35 +83,12 @@ def arithmetic_reward(
     return PARTIAL_CREDIT if numbers else 0.0
 
 
-@_by_row
-def solution_reward(completion: Completion, solution: Any = None, **row: Any) -> float | None:
-    """
-    Return the share of the solution's values that the answer contains, as text or as a number.
-
-    MiniMind's agent stage checks its `gt` in the same way, but also finds a number within a longer one (5 in 15). Here
-    a number counts only as a whole. Text inside tool calls does not count.
-    """
-    values = _values(solution)
-    # A value that the model only passes to a tool is not an answer.
-    answer = rule_rewards.split_calls(answer_of(completion))[1].replace(",", "")
-    numbers = [float(number) for number in _QUANTITY.findall(answer)]
-    found = [_holds(answer, numbers, value.strip().replace(",", "")) for value in values]
-    return sum(found) / len(values) if values else None
-
-
 def _values(solution: Any) -> list[str]:
     """Return the values of a solution, which is text, a number, or a list of them."""
     values = [value for value in (solution if isinstance(solution, list) else [solution]) if value is not None]
     if not all(isinstance(value, str | int | float) and not isinstance(value, bool) for value in values):
         raise UserError(f"solution {solution!r:.100} must be text, a number, or a list of them")
     return [str(value) for value in values]
-
-
-def _holds(answer: str, numbers: list[float], value: str) -> bool:
-    """Return whether an answer contains a value."""
-    if _NUMBER.fullmatch(value):
-        return any(abs(number - float(value)) < 1e-6 for number in numbers)
-    return value != "" and value.lower() in answer.lower()
 
 
 def _rule(score: Callable[[str], float]) -> Callable[..., list[float | None]]:
@@ -135,7 +110,6 @@ def agent_reward(completion: Completion, tools: str | None = None, solution: Any
 REWARDS: dict[str, Callable[..., list[float | None]]] = {
     "format": format_reward,
     "arithmetic": arithmetic_reward,
-    "solution": solution_reward,
     "length": _rule(rule_rewards.length),
     "thought_length": _rule(rule_rewards.thought_length),
     "closed_thought": _rule(rule_rewards.closed_thought),

@@ -5,16 +5,14 @@ requests that would keep the server busy or fill its memory:
 | request | answer |
 |---|---|
 | to another address than `ROUTES`, such as `/load_model` or `/reset` | 404 |
-| from a web page of another origin, or without the content type JSON | 403, 415 |
+| without the content type JSON, as pages of other origins may send them | 415 |
 | with more than `MAX_BYTES` | 400 |
-| with a `generation_config`, a chat template, or another argument of the rendering | 400 |
 | with more tokens than the model has positions, or fields that raise an error while they are read | 400 |
 
 Requests may name any model: the served one answers. `open_thinking`, as MiniMind's clients send it, switches the
 reasoning.
 """
 
-import inspect
 import json
 import logging as std_logging
 import socket
@@ -24,10 +22,9 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..model.configuration_minimind import MiniMindConfig
@@ -52,12 +49,8 @@ with needing_extra("serve", "Serving needs FastAPI"):
 logger = logging.get_logger(__name__)
 
 MAX_BYTES = 2**20
-# Logits that are divided by less would overflow.
-MIN_TEMPERATURE = 1e-5
 # The addresses that answer.
 ROUTES = ("/v1/chat/completions", "/v1/completions")
-# Names of the arguments of `apply_chat_template`. Other names in a request are variables of the template.
-_RENDERING_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 _SWITCHES = thinking_variables(True).keys()
 _build_server = server.build_server
 
@@ -217,11 +210,9 @@ class RequestGuard:
             raise HTTPException(400, "The body is not a JSON object.")
         # Some clients send all fields, with null for the absent ones. transformers fails on empty ones.
         fields = {name: value for name, value in content.items() if value not in (None, [], {})}
-        if "generation_config" in fields:
-            raise HTTPException(400, "generation_config is not supported. Use the fields of OpenAI's API.")
         variables = fields.get("chat_template_kwargs", {})
-        if not isinstance(variables, dict) or variables.keys() & _RENDERING_ARGUMENTS:
-            raise HTTPException(400, f"chat_template_kwargs: {variables!r:.100} must hold variables of the template.")
+        if not isinstance(variables, dict):
+            raise HTTPException(400, f"chat_template_kwargs: {variables!r:.100} must be an object.")
         # MiniMind's clients send `open_thinking` at the top or among the variables. One of them suffices.
         asked = [source[name] for source in (variables, fields) for name in _SWITCHES & source.keys()]
         if not all(isinstance(value, bool) for value in asked):
@@ -230,12 +221,9 @@ class RequestGuard:
             fields["chat_template_kwargs"] = variables | thinking_variables(any(asked))
         # Without a name, transformers takes the served model.
         fields = {name: value for name, value in fields.items() if name not in ("model", *_SWITCHES)}
-        temperature = fields.get("temperature", 1 if self.samples else 0)
-        # The server itself knows only 0.
-        if isinstance(temperature, float | int) and 0 <= temperature < MIN_TEMPERATURE:
-            fields["temperature"] = 0
         # OpenAI's API gives no stream unless asked for one.
-        return {"stream": False} | fields
+        defaults = {"stream": False} | ({} if self.samples else {"temperature": 0})
+        return defaults | fields
 
 
 async def _read(receive: Receive) -> bytes:
@@ -254,10 +242,6 @@ async def _read(receive: Receive) -> bytes:
 
 def _check_headers(headers: Headers) -> None:
     """Refuse requests that a web page of another origin may have sent."""
-    # Only browsers send Origin, with the requests of web pages.
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
-        raise HTTPException(403, f"A web page of {origin} may not use this server.")
     # Without the server's permission, a browser sends no JSON to another origin. This server does not permit it.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")

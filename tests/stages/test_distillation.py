@@ -15,7 +15,6 @@ from hf_pretrain.stages.distillation import (
     DistillationArguments,
     DistillationTrainer,
     check_same_vocabulary,
-    keeps_documents_apart,
     load_teacher,
 )
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -168,17 +167,7 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3)).eval()
 
 
-def test_teachers_that_mix_packed_documents_are_detected():
-    assert keeps_documents_apart(make_teacher())
-    assert keeps_documents_apart(llama())
-    blind = llama()
-    # Simulate an architecture that does not support packed rows.
-    original = blind.forward
-    blind.forward = lambda **kwargs: original(**kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])})
-    assert not keeps_documents_apart(blind)
-
-
-def test_a_llama_teaches_packed_rows(tmp_path):
+def test_a_llama_teaches_rows_that_are_not_packed(tmp_path):
     documents = [{**d, "input_ids": [i % 64 for i in d["input_ids"]]} for d in make_documents(weighted=True)]
     teacher = llama().requires_grad_(False)
     flags = {"kl": "forward", "temperature": 1.5, "ce_weight": 0.3}
@@ -187,23 +176,21 @@ def test_a_llama_teaches_packed_rows(tmp_path):
     full = teacher.forward
     cut = lambda ids: type("Output", (), {"logits": full(ids).logits[..., :64]})  # noqa: E731
     loss, *_ = written_out_loss(model, cut, documents, **flags)
-    (step,) = train(make_distiller(tmp_path, pack(documents, SIZES), teacher=teacher, **flags))
+    (step,) = train(make_distiller(tmp_path, documents, teacher=teacher, batch=len(documents), **flags))
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path, monkeypatch):
+def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path):
     texts = ["some words to learn from", "and a few others"] * 5
     tokenizer = train_tokenizer(texts, vocab_size=300)
     llama().save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match="holds no tokenizer.json"):
         load_teacher(str(tmp_path / "llama"), tokenizer)
     tokenizer.save_pretrained(tmp_path / "llama")
-    teacher = load_teacher(str(tmp_path / "llama"), tokenizer)
+    teacher = load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
-    monkeypatch.setattr("hf_pretrain.stages.distillation.keeps_documents_apart", lambda model: False)
-    with pytest.raises(ValueError, match="LlamaForCausalLM attends across the documents.*--packing none"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM may attend across the documents.*--packing none"):
         load_teacher(str(tmp_path / "llama"), tokenizer)
-    load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)
 
     other = train_tokenizer(["quite different letters, so other pairs"] * 5, vocab_size=300)
     with pytest.raises(ValueError, match=r"vocabulary differs from the student.s: id \d+ is '.+' there and '.+' here"):

@@ -564,7 +564,7 @@ def workspace(tmp_path_factory, tokenizer):
 def recipe_arguments(workspace, output_dir: str, *flags: str) -> list[str]:
     return [
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "tasks.jsonl")),
-        *("--rewards", "solution", "arithmetic", "--output_dir", str(workspace / output_dir), "--max_steps", "2"),
+        *("--rewards", "length", "arithmetic", "--output_dir", str(workspace / output_dir), "--max_steps", "2"),
         *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--num_generations", "2"),
         *("--max_completion_length", "8", "--logging_steps", "1", "--validation_fraction", "0.2"),
         *("--save_strategy", "no", "--eval_strategy", "no", "--bf16", "false", "--learning_rate", "1e-2", *flags),
@@ -601,7 +601,7 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     assert recorded.loss_unit == "GRPO" and samples[0][0] in page
     card = pushed["README.md"].decode()
     assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card
-    assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: solution, arithmetic" in card
+    assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: length, arithmetic" in card
     assert "validation loss" not in card and "trl" not in card.lower()
 
     (run / "checkpoint-4").rename(workspace / "checkpoint-4")

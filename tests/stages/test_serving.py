@@ -119,8 +119,7 @@ def test_only_a_temperature_samples(client):
     """The toy model is certain of its answers; only a high temperature makes it err."""
     hot = [str(ask(client, SUM[:1], temperature=50, max_tokens=10).choices[0].message) for _ in range(2)]
     assert hot[0] != hot[1] and not any("It is four." in text for text in hot)
-    # The logits divided by 1e-40 would be infinite, and could not be sampled from.
-    for temperature in (openai.omit, 0, 1e-40):
+    for temperature in (openai.omit, 0):
         assert ask(client, SUM[:1], temperature=temperature).choices[0].message.content == "It is four."
 
 
@@ -141,7 +140,6 @@ def chat(**fields) -> dict:
 
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-TEMPLATE = {"chat_template": "{% for a in range(10**9) %}{% endfor %}"}
 LONG = "x y" * 1000
 
 
@@ -151,9 +149,7 @@ LONG = "x y" * 1000
         (CHAT, chat(open_thinking="no"), 400, "open_thinking: "),
         *((path, {}, 404, "This server answers") for path in ("/load_model", "/reset", "/v1/responses")),
         *((CHAT, body, 400, "JSON") for body in (b"{", b"[" * 20_000, b"[1]", b"\xff")),
-        (CHAT, chat(chat_template_kwargs=TEMPLATE), 400, "must hold variables of the template"),
-        (CHAT, chat(chat_template_kwargs={"max_length": 10**9}), 400, "must hold variables of the template"),
-        (CHAT, chat(generation_config='{"num_beams": 3000}'), 400, "generation_config"),
+        (CHAT, chat(chat_template_kwargs="x"), 400, "must be an object"),
         (CHAT, chat(stop=[3]), 400, "AttributeError"),
         (CHAT, chat(messages=[{"role": "user", "content": LONG}]), 400, "tokens, and the model has 1,024 positions"),
         (CHAT, chat(messages=[{"role": "user", "content": LONG}], stream=True), 400, "the model has 1,024 positions"),
@@ -172,15 +168,13 @@ def test_wrong_requests_are_refused_with_the_reason(client, path, body, status, 
 
 
 def test_pages_of_other_origins_are_refused(client):
-    own = str(client.base_url).removesuffix("/v1/")
-    for headers, status in (
-        ({"Origin": "https://example.org"}, 403),
-        ({"Origin": "null"}, 403),
-        # A web page may send this request without a preflight request.
-        ({"Content_Type": "text/plain"}, 415),
-        ({"Origin": own}, 200),
-    ):
-        assert post(client, CHAT, chat(), **headers).status_code == status, headers
+    """A browser asks before it sends JSON to another origin, and gets no permission. It sends plain text at once."""
+    assert post(client, CHAT, chat(), Content_Type="text/plain").status_code == 415
+    with requests.Session() as session:
+        session.trust_env = False
+        asks = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+        answer = session.options(str(client.base_url) + "chat/completions", headers=asks, timeout=500)
+    assert answer.status_code >= 400 and "Access-Control-Allow-Origin" not in answer.headers
 
 
 @pytest.mark.parametrize(

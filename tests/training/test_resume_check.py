@@ -99,7 +99,7 @@ STAGES = {
         *("grpo", ["--dataset_name", "tasks.jsonl", "--rewards", "arithmetic", "--num_generations", "2"]),
         {
             ("--beta", "0.2"): "--beta was 0.1 and is now 0.2",
-            ("--rewards", "solution"): r"--rewards was \['arithmetic'\] and is now \['solution'\]",
+            ("--rewards", "length"): r"--rewards was \['arithmetic'\] and is now \['length'\]",
             ("--model_name_or_path", "other"): "its reference model differed",
         },
     ),
