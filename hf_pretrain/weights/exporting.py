@@ -243,8 +243,11 @@ def _add_older_names(config_file: Path) -> None:
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
     """Return a copy of a model in `dtype` and eval mode; raise `ValueError` if a value overflows."""
-    model = copy.deepcopy(model).to(dtype).eval()
-    for name, parameter in model.named_parameters():
+    # Not a copy of the object: in a run, `forward` enters autocast.
+    cast = type(model)(copy.deepcopy(model.config)).to(model.device, dtype).eval()
+    cast.load_state_dict(model.state_dict())
+    cast.generation_config = copy.deepcopy(model.generation_config)
+    for name, parameter in cast.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
-    return model
+    return cast
