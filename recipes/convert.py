@@ -19,12 +19,14 @@ state the largest difference.
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
+
+from huggingface_hub.constants import REPOCARD_NAME
 
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.progress import announce
 from hf_pretrain.runtime.writing import check_empty
@@ -44,6 +46,8 @@ def main(args: argparse.Namespace) -> None:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
     announce("reading the weights")
     if args.format == "lora":
+        if args.push:
+            raise UserError("--format lora does not push. Push the file with `hf upload`.")
         print(f"{args.to}: {write_upstream_lora(args.source, args.to, name=args.stage, dtype=args.dtype)}")
         return
     model = load_merged(args.source, base=args.base, config=config)
@@ -62,17 +66,17 @@ def main(args: argparse.Namespace) -> None:
         generation=args.generation,
         model_name=Path(args.hub_model_id or args.source).name,
         stage=args.stage or "full_sft",
-        # Let the export write the card, because the card states the measured difference.
-        card=partial(
-            format_conversion_card,
-            model,
-            repo_id=repo_id,
-            source=args.source,
-            format=args.format,
-            license=args.hub_license,
-            has_tokenizer=tokenizer is not None,
-        ),
     )
+    card = format_conversion_card(
+        model,
+        str(report),
+        repo_id=repo_id,
+        source=args.source,
+        format=args.format,
+        license=args.hub_license,
+        has_tokenizer=tokenizer is not None,
+    )
+    Path(args.to, REPOCARD_NAME).write_text(card, encoding="utf-8")
     print(f"{args.to}: {report}")
     if args.push:
         print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")
@@ -97,7 +101,9 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
-    parser.add_argument("--generation", choices=("v1", "v2", "v3"), help="for upstream; by default the source's")
+    parser.add_argument(
+        "--generation", choices=("v1", "v2", "v3"), help="for upstream; by default v3 with q/k norms, or v2"
+    )
     parser.add_argument(
         "--stage",
         help="for upstream and lora: first part of the file name; by default full_sft, or lora",

@@ -18,7 +18,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
 from ..runtime.names import DatasetName, is_path, split_hub_name
 from ..weights.adapters import is_adapted
-from ..weights.layouts import LAYOUTS, stock_layout, unsupported_feature
+from ..weights.layouts import LAYOUTS
 
 
 CURVE_NAME = "loss_curve.png"
@@ -175,7 +175,6 @@ def _render(
 ) -> str:
     """Fill the template. `format` is `minimind`, `adapter`, `stock`, `upstream` or `gguf`."""
     travels = format in ("minimind", "adapter")
-    stock = stock_layout(model.config)
     # A reward model has one label.
     is_reward = model.config.num_labels == 1
     library = "peft" if format == "adapter" else "transformers"
@@ -200,11 +199,7 @@ def _render(
         f"{'SequenceClassification' if is_reward else 'CausalLM'}",
         # NOTE: AutoTokenizer reads the model's config first, and then asks the user whether to run the code beside it.
         tokenizer_class="PreTrainedTokenizerFast" if format == "minimind" else "AutoTokenizer",
-        # The architecture that vLLM and llama.cpp know, if it can hold the model.
-        has_gguf=unsupported_feature(model.config, "gguf") is None,
-        stock=stock
-        if format == "minimind" and not is_reward and unsupported_feature(model.config, stock) is None
-        else None,
+        is_served=format == "minimind" and not is_reward,
         **facts,
     )
     return f"{card}\n"

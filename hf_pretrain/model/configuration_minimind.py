@@ -121,10 +121,6 @@ class MiniMindConfig(PreTrainedConfig):
             experts.
         router_aux_loss_level (`str`, defaults to `"sequence"`): `"sequence"` averages one router loss per document.
             `"batch"` computes one over all tokens of a forward pass, so it depends on how rows are batched.
-        upstream_generation (`str`, *optional*): `"v1"`, `"v2"` or `"v3"`, the MiniMind release that the weights came
-            from. Export can write the weights in its format again.
-        upstream_max_seq_len (`int`, *optional*): `max_seq_len` of the v1 config that the weights came from. It is not
-            the number of positions: v1's code allocates a mask of `max_seq_len ** 2` entries in each layer.
         format_version (`int`): layout of the checkpoint. A config file without it was not written by this package.
 
     Raises:
@@ -199,8 +195,6 @@ class MiniMindConfig(PreTrainedConfig):
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
-    upstream_generation: str | None = None
-    upstream_max_seq_len: int | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs: Any):

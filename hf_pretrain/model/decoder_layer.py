@@ -22,8 +22,7 @@ from .packed_attention import compute_dtype
 from .rotary import apply_rotary_pos_emb
 
 
-# NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`. Since then the model
-# updates the paged cache of continuous batching too; before, the attention functions did.
+# NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(MoeModelOutputWithPast)} else "past_key_values"
 
 
@@ -85,8 +84,7 @@ class MiniMindAttention(nn.Module):
             position_embeddings (`torch.FloatTensor` of shape `(batch_size, seq_len, 1, head_dim // 2, 2)`): rotations
                 from [`MiniMindRotaryEmbedding`].
             attention_mask (`torch.Tensor`, *optional*): the mask in the format of the attention implementation.
-            cache ([`Cache`] or `PagedAttentionCache`, *optional*): keys and values of earlier tokens, updated in
-                place.
+            cache ([`Cache`], *optional*): keys and values of earlier tokens, updated in place.
 
         Returns:
             `tuple`: output of shape `(batch_size, seq_len, hidden_size)`, and attention weights of shape `(batch_size,
@@ -103,12 +101,9 @@ class MiniMindAttention(nn.Module):
         # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-        if isinstance(cache, Cache) or (cache is not None and CACHE_NAME == "cache"):
+        if cache is not None:
             # (batch_size, num_heads, seq_len, head_dim) -> (batch_size, num_heads, past_len + seq_len, head_dim)
-            # A paged cache replaces the lengths in `kwargs` by those of this layer.
-            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
-        elif cache is not None:
-            kwargs["cache"] = cache
+            key, value = cache.update(key, value, self.layer_idx)
 
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

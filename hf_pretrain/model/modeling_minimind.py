@@ -83,8 +83,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, seq_len, hidden_size)`, *optional*): used instead
                 of `input_ids`.
             use_cache (`bool`, *optional*): create and return a cache where none is given.
-            cache ([`Cache`] or `PagedAttentionCache`, *optional*): the name of transformers 5.24 for
-                `past_key_values`, and in all versions the paged cache of continuous batching.
+            cache ([`Cache`], *optional*): the name of transformers 5.24 for `past_key_values`.
             output_router_logits (`bool`, *optional*): return the router logits of every layer.
             cu_seq_lens_q (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): start of each document in
                 the flattened batch, and its end.
@@ -106,14 +105,11 @@ class MiniMindModel(MiniMindPreTrainedModel):
         if past_key_values is not None and cache is not None:
             raise ValueError("Pass the cache once, as past_key_values or as cache.")
         cache = past_key_values if cache is None else cache
-        # Continuous batching passes further arguments, which the paged cache and the attention functions read.
-        is_paged = cache is not None and not isinstance(cache, Cache)
-        if not is_paged:
-            check_names(kwargs, has_positions=position_ids is not None)
+        check_names(kwargs, has_positions=position_ids is not None)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         seq_len = inputs_embeds.shape[1]
-        past_len = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        past_len = 0 if cache is None else cache.get_seq_length()
 
         if position_ids is None:
             position_ids = (torch.arange(seq_len, device=inputs_embeds.device) + past_len).unsqueeze(0)
@@ -132,7 +128,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 inputs_embeds,
                 position_ids,
                 attention_mask=attention_mask,
-                cache=None if is_paged else cache,
+                cache=cache,
                 is_training=self.training,
                 cu_seq_lens=cu_seq_lens,
                 max_length=max_length,

@@ -163,9 +163,8 @@ def find_visible(
             wrong without an error.
     """
     name, device = config._attn_implementation, inputs_embeds.device
-    # NOTE: torch 2.13 compiles FlexAttention to wrong values on CPUs without AVX-512. Names with "|" belong to
-    # continuous batching, which has its own masks.
-    if "|" not in name and (name not in IMPLEMENTATIONS or (name == "flex_attention" and device.type == "cpu")):
+    # NOTE: torch 2.13 compiles FlexAttention to wrong values on CPUs without AVX-512.
+    if name not in IMPLEMENTATIONS or (name == "flex_attention" and device.type == "cpu"):
         raise ValueError(
             f'attn_implementation="{name}" may give wrong results on {device.type}. Use "packed", "sdpa" or "eager".'
         )

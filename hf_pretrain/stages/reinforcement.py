@@ -159,15 +159,11 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         if self.metric_for_best_model is None and (self.early_stopping_patience or self.load_best_model_at_end):
             # An evaluation has no loss.
             self.metric_for_best_model = "reward"
-        super().__post_init__()
-        # `bf16` is known only after the constructor above.
-        if self.use_transformers_continuous_batching and self.bf16:
-            # NOTE: TRL's _generate_single_turn calls `model.to(torch.bfloat16)` on the policy itself, and never casts
-            # it back.
+        if self.use_transformers_continuous_batching:
             raise UserError(
-                "--use_transformers_continuous_batching under bf16 makes TRL cast the trained weights to bfloat16, "
-                "which loses small updates. Add --bf16 false."
+                "--use_transformers_continuous_batching needs a paged cache, which MiniMind's model lacks."
             )
+        super().__post_init__()
         check_ratio("--thinking_ratio", self.thinking_ratio)
         if self.thinking_ratio is not None:
             # `RecordTemplate` replaces these variables in the prompts that ask for a thought.

@@ -8,11 +8,9 @@ that a format cannot hold before anything is written.
 import copy
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from huggingface_hub.constants import REPOCARD_NAME
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, logging
 
@@ -49,13 +47,8 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
 
 
 def default_generation(config: MiniMindConfig) -> str:
-    """
-    Return the generation that `--format upstream` writes: the origin of the weights if it still fits, or else the
-    newest generation that fits.
-    """
-    newest = "v3" if config.qk_norm else "v2"
-    candidates = [config.upstream_generation or newest, "v3", "v2", "v1"]
-    return next((layout for layout in candidates if unsupported_feature(config, layout) is None), newest)
+    """Return the newest generation of MiniMind whose attention is the model's."""
+    return "v3" if config.qk_norm else "v2"
 
 
 def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
@@ -107,7 +100,6 @@ def export(
     generation: str | None = None,
     model_name: str = "MiniMind",
     stage: str = "full_sft",
-    card: Callable[[str], str] | None = None,
 ) -> ExportReport:
     """
     Write `model` in another format, read it back, and compare the logits.
@@ -120,11 +112,10 @@ def export(
             written config gets its special tokens.
         dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0`, `q5_1` and `q4_0` for GGUF; by
             default the model's.
-        generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default the generation that the weights
-            came from, or the newest that fits.
+        generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default v3 for a model with q/k
+            norms, and v2 for others.
         model_name (`str`, *optional*): the name of the model in a GGUF file.
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
-        card (`Callable`, *optional*): returns the model card, given the report as text.
 
     Returns:
         [`ExportReport`]: how far the written model is from `model`.
@@ -171,8 +162,6 @@ def export(
         report.check(output_dir, is_exact=dtype == source_dtype)
         if tokenizer is not None and format != "gguf":
             save_tokenizer(tokenizer, aside)
-        if card is not None:
-            (aside / REPOCARD_NAME).write_text(card(str(report)), encoding="utf-8")
     return report
 
 

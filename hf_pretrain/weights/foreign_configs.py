@@ -90,8 +90,6 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     given["rope_parameters"] = _read_rope(raw, layout)
     # In v1, max_seq_len is the length of the training rows. The rotary table always has 32,768 positions.
     given["max_position_embeddings"] = _POSITIONS if layout == "v1" else raw.get("max_position_embeddings", _POSITIONS)
-    given["upstream_generation"] = layout if layout in GENERATIONS else None
-    given["upstream_max_seq_len"] = raw.get("max_position_embeddings") if layout == "v1" else None
     if has_experts:
         given |= _read_router_fields(raw, layout)
     return {name: value for name, value in given.items() if value is not None}
@@ -222,9 +220,7 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
         # v1 has at most one shared expert, and its field is a flag.
         fields["n_shared_experts"] = True if config.num_shared_experts else None
         # v1's code allocates a mask of this size squared in each layer. Its rotary table always has 32,768 positions.
-        fields["max_position_embeddings"] = config.upstream_max_seq_len or min(
-            config.max_position_embeddings, _V1_LENGTH
-        )
+        fields["max_position_embeddings"] = min(config.max_position_embeddings, _V1_LENGTH)
         theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
         fields = {theirs.get(name, name): value for name, value in fields.items()}
     return fields

@@ -92,31 +92,27 @@ def write_upstream_lora(
 
 
 def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    """Return MiniMind's tensors of an adapter. Projections that it leaves out get zeros, because MiniMind has them."""
+    """Return MiniMind's tensors of an adapter. MiniMind loads no other projections and no other rank."""
     from peft.tuners.lora import LoraLayer
 
     model = adapted.get_base_model()
     layout = LAYOUTS[default_generation(model.config)]
     parts = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
     with torch.device("meta"):
-        linear = {n: m for n, m in MiniMindForCausalLM(model.config).named_modules() if isinstance(m, nn.Linear)}
+        plain = MiniMindForCausalLM(model.config)
+    linear = {path: module for path, module in plain.named_modules() if isinstance(module, nn.Linear)}
+    square = [path for path, module in linear.items() if module.in_features == module.out_features]
+    has_rank = all(part.r == {"default": RANK} for part in parts.values())
+    if parts.keys() != set(square) or not has_rank or adapted.peft_config["default"].use_dora:
+        targets = " ".join(dict.fromkeys(path.rpartition(".")[2] for path in square))
+        raise UserError(
+            f"{name} is not of the form of MiniMind's LoRA. Train with `--lora_r {RANK} --lora_target_modules "
+            f"{targets}` and without --use_dora, or merge the adapter."
+        )
     tensors: dict[str, torch.Tensor] = {}
-    for path in (path for path, module in linear.items() if module.in_features == module.out_features):
-        width = linear[path].in_features
-        a, b = torch.zeros(0, width), torch.zeros(width, 0)
-        if path in parts:
-            part = parts.pop(path)
-            a, b = part.lora_A["default"].weight, part.lora_B["default"].weight * part.scaling["default"]
-        missing = RANK - len(a)
-        if missing < 0 or adapted.peft_config["default"].use_dora:
-            raise UserError(f"{name}: MiniMind's LoRA has the rank {RANK}, and no DoRA. Merge the adapter instead.")
-        a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+    for path, part in parts.items():
+        b = part.lora_B["default"].weight * part.scaling["default"]
         ((theirs, b),) = layout.split(f"{path}.weight", b.detach(), model.config)
         stem = theirs.removesuffix("weight")
-        tensors |= {f"{stem}lora.A.weight": a.detach(), f"{stem}lora.B.weight": b}
-    if parts:
-        raise UserError(
-            f"{name} adapts {', '.join(sorted({path.rpartition('.')[2] for path in parts}))}, MiniMind's LoRA only "
-            "square projections: train with --lora_target_modules q_proj o_proj, or merge the adapter."
-        )
+        tensors |= {f"{stem}lora.A.weight": part.lora_A["default"].weight.detach(), f"{stem}lora.B.weight": b}
     return tensors

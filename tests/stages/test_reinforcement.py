@@ -199,7 +199,6 @@ def test_the_router_loss_reaches_the_routers_and_only_while_training(tokenizer, 
         {"loss_type": "dapo"},
         {"loss_type": "grpo", "beta": 0.1},
         {"algorithm": "rloo", "beta": 0.05},
-        {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": {"num_blocks": 32}},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
@@ -439,7 +438,7 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown. All: grpo, rloo"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
-        ({"use_transformers_continuous_batching": True, "bf16": True}, "Add --bf16 false"),
+        ({"use_transformers_continuous_batching": True}, "needs a paged cache"),
     ],
 )
 def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):

@@ -8,12 +8,11 @@ from peft import LoraConfig, get_peft_model
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.weights.adapters import merge_adapter
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, merge_adapter
 from hf_pretrain.weights.exporting import to_state_dict, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import stock_layout
 from hf_pretrain.weights.upstream_lora import load_merged, merge_upstream_lora, write_upstream_lora
-from tests.weights.test_adapters import adapt
 
 
 SQUARE = ("q_proj", "o_proj")
@@ -24,7 +23,7 @@ def base_of(build_model, tmp_path):
     """Return a function that saves a toy model of a generation, and loads it from its directory."""
 
     def build(generation: str) -> MiniMindForCausalLM:
-        fields = {"qk_norm": generation == "v3", "upstream_generation": generation, "initializer_range": 0.1}
+        fields = {"qk_norm": generation == "v3", "initializer_range": 0.1}
         build_model(**fields).save_pretrained(tmp_path / "base")
         return MiniMindForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
 
@@ -32,13 +31,13 @@ def base_of(build_model, tmp_path):
 
 
 def save_lora(
-    path, num_layers: int, width: int, stem: str = "model.layers.{}.self_attn.{}"
+    path, num_layers: int, width: int, stem: str = "model.layers.{}.self_attn.{}", names: tuple[str, ...] = SQUARE
 ) -> dict[str, torch.Tensor]:
     """Save a random LoRA with the names and shapes that MiniMind's `save_lora` writes."""
     generator = torch.Generator().manual_seed(2)
     tensors = {}
     for layer in range(num_layers):
-        for projection in SQUARE:
+        for projection in names:
             name = stem.format(layer, projection)
             tensors[f"{name}.lora.A.weight"] = torch.randn(16, width, generator=generator) * 0.1
             tensors[f"{name}.lora.B.weight"] = torch.randn(width, 16, generator=generator) * 0.1
@@ -46,14 +45,21 @@ def save_lora(
     return tensors
 
 
-@pytest.mark.parametrize("generation", ["v2", "v3"])
+@pytest.mark.parametrize("generation", ["v1", "v2", "v3"])
 def test_a_file_merges_into_what_minimind_computes(base_of, input_ids, tmp_path, generation):
-    """Llama's and Qwen3's layers have MiniMind's layout of rows. MiniMind adds `B(A(x))` to a layer."""
+    """
+    Llama's and Qwen3's layers have the rows of MiniMind v2 and v3, and ours those of v1. MiniMind adds `B(A(x))` to a
+    layer.
+    """
     base = base_of(generation)
-    stock = to_stock_model(base, stock_layout(base.config)).float()
-    tensors = save_lora(tmp_path / "lora_x.pth", base.config.num_hidden_layers, base.config.hidden_size)
+    is_v1, renames = generation == "v1", {"q_proj": "wq", "o_proj": "wo", "model.": "", "self_attn": "attention"}
+    stock = base_of("v1") if is_v1 else to_stock_model(base, stock_layout(base.config)).float()
+    words = {"stem": "layers.{}.attention.{}", "names": ("wq", "wo")} if is_v1 else {}
+    tensors = save_lora(tmp_path / "lora_x.pth", base.config.num_hidden_layers, base.config.hidden_size, **words)
     for name, module in stock.named_modules():
         if name.endswith(SQUARE):
+            for ours, theirs in renames.items() if is_v1 else ():
+                name = name.replace(ours, theirs)
             a, b = (tensors[f"{name}.lora.{letter}.weight"] for letter in "AB")
             module.register_forward_hook(lambda module, args, output, a=a, b=b: output + args[0] @ a.T @ b.T)
     plain, merged = base(input_ids).logits, load_merged(str(tmp_path / "lora_x.pth"), base=str(tmp_path / "base"))
@@ -61,11 +67,16 @@ def test_a_file_merges_into_what_minimind_computes(base_of, input_ids, tmp_path,
     assert (merged(input_ids).logits - plain).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("generation", ["v1", "v2", "v3"])
+@pytest.mark.parametrize("generation", ["v2", "v3"])
 def test_an_adapter_is_written_and_merges_to_the_same_model(
     base_of, input_ids, tmp_path, generation, monkeypatch, capsys
 ):
-    adapt(base_of(generation), lora_target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+    adapter = AdapterArguments(use_peft=True, lora_target_modules=list(SQUARE))
+    adapted = add_adapter(base_of(generation), adapter)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(tmp_path / "adapter")
     arguments = ["--from", str(tmp_path / "adapter"), "--to", str(tmp_path / "out"), "--format", "lora"]
     monkeypatch.setattr("sys.argv", ["convert.py", *arguments, "--stage", "lora_x"])
     runpy.run_path("recipes/convert.py", run_name="__main__")
@@ -110,19 +121,23 @@ def test_files_of_another_model_are_refused(base_of, tmp_path, width, stem, mess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lora_target_modules": ["q_proj", "up_proj"]}, "adapts up_proj"),
-        ({"lora_target_modules": ["q_proj"], "use_dora": True}, "no DoRA"),
+        (
+            {"lora_target_modules": ["q_proj", "o_proj", "up_proj"], "lora_r": 16},
+            "Train with .--lora_r 16 --lora_target",
+        ),
+        ({"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 8}, "q_proj o_proj. and without"),
+        ({"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 16, "use_dora": True}, "without --use_dora"),
     ],
 )
 def test_adapters_that_minimind_lacks_are_refused(base_of, tmp_path, arguments, message):
-    adapt(base_of("v3"), **arguments).save_pretrained(tmp_path / "adapter")
+    add_adapter(base_of("v3"), AdapterArguments(use_peft=True, **arguments)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=message):
         write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
 
 
 def test_an_adapter_with_further_weights_is_not_written(base_of, tmp_path):
     base = base_of("v3")
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["norm"])
+    config = LoraConfig(task_type="CAUSAL_LM", r=16, target_modules=[*SQUARE], modules_to_save=["norm"])
     adapted = get_peft_model(base, config)
     with torch.no_grad():
         adapted.base_model.model.model.norm.modules_to_save["default"].weight += 1
