@@ -232,11 +232,10 @@ def _add_older_names(config_file: Path) -> None:
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
     """Return a copy of a model in `dtype` and eval mode; raise `ValueError` if a value overflows."""
-    # Not a copy of the object: in a run, `forward` enters autocast.
-    cast = type(model)(copy.deepcopy(model.config)).to(model.device, dtype).eval()
-    cast.load_state_dict(model.state_dict())
-    cast.generation_config = copy.deepcopy(model.generation_config)
-    for name, parameter in cast.named_parameters():
+    model = copy.deepcopy(model).to(dtype).eval()
+    # NOTE: after a training in half precision, accelerate leaves a `forward` with autocast on the instance.
+    model.__dict__.pop("forward", None)
+    for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
-    return cast
+    return model
