@@ -65,9 +65,6 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     if training_args.loss_by_position and rows.first_eval is not None:
         results["loss_by_position"] = measure_positions(trainer, rows.first_eval)
     if training_args.tasks:
-        if is_main and metrics:
-            # Tasks may fail late, for example if their data cannot be downloaded.
-            write_results(results, training_args.output_dir)
         if training_args.apply_chat_template is None:
             training_args.apply_chat_template = not is_base_model(name, trainer.model, tokenizer)
         results["apply_chat_template"] = training_args.apply_chat_template

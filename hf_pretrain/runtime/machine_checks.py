@@ -1,20 +1,14 @@
-"""
-The checks of `hf-pretrain doctor`: versions, devices, memory, disk, and two ranks.
+"""The checks of `hf-pretrain doctor`: versions, devices, memory, disk, and two ranks."""
 
-As a program, this module is one of these ranks:
-
-    torchrun --standalone --nproc_per_node 2 -m hf_pretrain.runtime.machine_checks cpu
-"""
-
-import faulthandler
 import importlib.metadata
 import itertools
 import os
 import platform
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -27,7 +21,7 @@ from .ranks import leave_process_group
 
 
 OK, NOTE, BAD = "ok", "note", "bad"
-_RANK_SECONDS = 60
+_PATIENCE = timedelta(seconds=60)
 
 
 class Finding(NamedTuple):
@@ -93,13 +87,25 @@ def check_ranks() -> Iterator[Finding]:
     for kind, num_ranks in (("cpu", 2), ("cuda", min(2, torch.cuda.device_count()))):
         if num_ranks == 0:
             continue
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-        command += ["-m", __spec__.name, kind]
-        # torch has no libuv on Windows, and its launcher asks for it by default.
-        environment = os.environ | ({"USE_LIBUV": "0"} if os.name == "nt" else {})
-        fails = subprocess.run(command, capture_output=True, env=environment).returncode != 0
-        status, message = (BAD, f"{num_ranks} fail") if fails else (OK, f"{num_ranks} add numbers")
-        yield Finding(status, f"ranks on {kind}", message, f"To see the error, run {' '.join(command)}")
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                torch.multiprocessing.spawn(_add_ones, (kind, num_ranks, f"{directory}/store"), nprocs=num_ranks)
+                yield Finding(OK, f"ranks on {kind}", f"{num_ranks} add numbers")
+            # Each backend raises its own errors.
+            except Exception as error:
+                yield Finding(BAD, f"ranks on {kind}", f"{num_ranks} fail", str(error).strip().splitlines()[-1])
+
+
+def _add_ones(rank: int, kind: str, num_ranks: int, store: str) -> None:
+    """Add up the ones of all ranks."""
+    options: dict[str, Any] = {"world_size": num_ranks, "rank": rank, "timeout": _PATIENCE}
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=dist.FileStore(store, num_ranks), **options)
+    total = torch.ones(1, device=kind)
+    dist.all_reduce(total)
+    assert total.item() == num_ranks, f"the sum is {total.item()}"
+    leave_process_group()
 
 
 def print_findings(more: Iterable[Finding] = ()) -> bool:
@@ -111,20 +117,3 @@ def print_findings(more: Iterable[Finding] = ()) -> bool:
             print(f"      {'':18} -> {finding.advice}")
         is_sound = is_sound and finding.status != BAD
     return is_sound
-
-
-def run_rank(kind: str) -> None:
-    """Add up the ones of all ranks."""
-    # If the backend hangs, print where, and end.
-    faulthandler.dump_traceback_later(_RANK_SECONDS, exit=True)
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    total = torch.ones(1, device=kind)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size(), f"the sum is {total.item()}"
-    leave_process_group()
-
-
-if __name__ == "__main__":
-    run_rank(*sys.argv[1:])

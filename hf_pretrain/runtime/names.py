@@ -14,9 +14,9 @@ from .errors import UserError
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
-def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}") -> str:
+def hint(word: str, known: Iterable[str]) -> str:
     """
-    Return `text` with the known word that is most similar to `word`, or "" if none is similar.
+    Return the end of a message that names the known word that is most similar to `word`, or "" if none is similar.
 
     Words are similar if they differ in a character or two, or if one begins with the parts of the other, as
     `gradient_accumulation_steps` does with those of `gradient_accumulation`, and has not twice as many.
@@ -29,7 +29,7 @@ def hint(word: str, known: Iterable[str], text: str = "; the nearest one is {}")
         return _similarity(word, name) >= 0.9 or (begins and len(parts) <= len(others) <= 2 * len(parts))
 
     found = max(filter(is_similar, known), key=lambda name: _similarity(word, name), default=None)
-    return text.format(found) if found else ""
+    return f"; the nearest one is {found}" if found else ""
 
 
 def _similarity(word: str, other: str) -> float:

@@ -78,8 +78,7 @@ class RecipeParser(HfArgumentParser):
         if unknown:
             word = next((word for word in unknown if word.startswith("--")), unknown[0])
             known = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
-            text = "; the nearest known one is --{}"
-            nearest = hint(word.lstrip("-").split("=")[0], known, text)
+            nearest = hint(word.lstrip("-").split("=")[0], known)
             raise UserError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
         for name, value in vars(namespace).items():
             # A variable of the shell may be unset. `Path("")` would be the working directory.

@@ -163,8 +163,7 @@ def index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "-
         manager = TaskManager(include_path=include_path)
     for task in tasks:
         if not manager.match_tasks([task]):
-            nearest = hint(task, manager.all_tasks, "; the nearest one is '{}'")
-            raise UserError(f"{flag}: lm-eval has no task {task!r}{nearest}.")
+            raise UserError(f"{flag}: lm-eval has no task {task!r}{hint(task, manager.all_tasks)}.")
     return manager
 
 

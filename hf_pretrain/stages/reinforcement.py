@@ -344,20 +344,9 @@ class _OnlineTrainer(RouterLossMixin):
         return None, None, None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """
-        Log without the figures that no completion has, such as the mean of a reward that gave only `None`.
-
-        Raises:
-            `ValueError`: if a reward is infinite.
-        """
+        """Log without the figures that no completion has, such as the mean of a reward that gave only `None`."""
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, values in list(metrics.items()):
-            # TRL turns the advantages of the whole group into zeros.
-            if name.startswith("rewards/") and any(map(math.isinf, values)):
-                raise UserError(
-                    f"{name} is infinite at step {self.state.global_step} or before, so nothing can be learnt. "
-                    "Return a finite number, or None for a completion without a reward."
-                )
             # NOTE: TRL would log None, which no display expects.
             if all(map(math.isnan, values)):
                 del metrics[name]

@@ -36,9 +36,7 @@ COMMON_HELP = """\
 CHAT_HELP = f"""\
 /system TEXT    set the system message; without TEXT, remove it
 /think on|off   answer with or without reasoning
-/tools NAME     offer Python functions as tools: calculator, or module:NAME; without NAME, offer none
 /reset          forget the conversation
-/save FILE      append the conversation to a JSONL file that SFT can read
 {COMMON_HELP}"""
 # Questions of `--auto`.
 AUTO_PROMPTS = (
@@ -54,7 +52,6 @@ RAW_HELP = f"""\
 The model continues each line that you type, as the beginning of a document. An empty line continues the last text.
 
 /reset          forget the last text
-/save FILE      append the last text to a JSONL file that pretraining can read
 {COMMON_HELP}"""
 
 
@@ -155,7 +152,7 @@ class Chat:
             # A document begins with bos. Leave out its eos, which would end it.
             ids = encode_documents([self.text], self.tokenizer)[0][:-1]
         else:
-            # Encode the whole conversation again, because /system, /tools and /think change its beginning.
+            # Encode the whole conversation again, because /system and /think change its beginning.
             seen = self.messages[: len(self.messages) - len(self.history)] + last_turns(self.history, self.max_history)
             ids = encode_prompt(self.tokenizer, seen, self.tools, self.enable_thinking)
             if self.tokenizer.response_template is not None:
@@ -205,8 +202,6 @@ class Chat:
         if name == "/reset":
             self.history, self.text = [], ""
             return "the conversation is empty"
-        if name == "/save" and value:
-            return self._save(value)
         if name == "/help":
             return RAW_HELP if self.is_raw else CHAT_HELP
         if self.is_raw:
@@ -217,19 +212,7 @@ class Chat:
         if name == "/think" and value in ("on", "off"):
             self.enable_thinking = value == "on"
             return f"thinking is {value}"
-        if name == "/tools":
-            self.tools, self.functions = read_tools(value)
-            return f"tools: {', '.join(tool['function']['name'] for tool in self.tools or []) or 'none'}"
         raise UserError(f"{line!r} is not a command.\n{CHAT_HELP}")
-
-    def _save(self, path: str) -> str:
-        """Append the text, or the conversation, to a data file for training."""
-        if not (self.text or self.history):
-            raise UserError("/save: there is no text yet.")
-        chat = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"text": self.text} if self.is_raw else chat, ensure_ascii=False) + "\n")
-        return f"saved in {path}"
 
     def ask(self, text: str) -> None:
         """Add the user's text, and print the answer and its speed."""

@@ -113,7 +113,7 @@ def template_errors(messages: list[dict[str, Any]]) -> Iterator[None]:
         cause = error or type(error).__name__
         raise UserError(
             f"The chat template cannot render the conversation that begins {start!r}: {cause}. "
-            "Change the template, or the conversation (in a chat, with /system, /tools or /reset)."
+            "Change the template, or the conversation (in a chat, with /system or /reset)."
         ) from error
 
 

@@ -32,8 +32,7 @@ def _yaml_to_argv(path: str, known_keys: list[str], typed: Any) -> list[str]:
     content = read_config(path)
     for key, value in content.items():
         if key not in known_keys:
-            nearest = hint(str(key), known_keys, "; the nearest known one is `{}`")
-            raise UserError(f"{path}: unknown key `{key}`{nearest}.")
+            raise UserError(f"{path}: unknown key `{key}`{hint(str(key), known_keys)}.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:
                 raise UserError(f"{path}: `{key}` depends on the precision and must have the keys bf16 and float32.")
@@ -71,7 +70,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `tuple`: an instance of each dataclass.
 
     Raises:
-        `UserError`: for an unknown YAML key or flag (the message names the nearest known one), for a value of the
+        `UserError`: for an unknown YAML key or flag (the message names the nearest one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
     argv = translate_minimind(sys.argv[1:] if argv is None else argv, stage)

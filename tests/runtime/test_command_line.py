@@ -47,8 +47,8 @@ RUN = ("--use_cpu", "--output_dir", "run")
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        ("pretrain", ["--learning_rat", "1"], "Unknown argument '--learning_rat'; the nearest known one is --"),
-        ("chat", ["--temprature=1"], "Unknown argument '--temprature=1'; the nearest known one is --temperature."),
+        ("pretrain", ["--learning_rat", "1"], "Unknown argument '--learning_rat'; the nearest one is "),
+        ("chat", ["--temprature=1"], "Unknown argument '--temprature=1'; the nearest one is temperature."),
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type: invalid choice: 'cosin'"),
         ("pretrain", ["--output_dir="], "--output_dir is empty. Give it a value, or leave the flag out."),
         ("pretrain", ["--attn_implementation", "spda", *RUN], "--attn_implementation: invalid choice: 'spda'"),
@@ -62,7 +62,7 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--streaming", "--max_steps", "-1", *RUN], "--streaming needs --max_steps"),
         ("pretrain", ["--config", "missing.yaml"], "--config missing.yaml cannot be read: [Errno 2] No such file"),
         ("pretrain", ["--config", "twice.yaml"], "'max_steps' stands twice"),
-        ("pretrain", ["--config", "unknown.yaml"], "unknown.yaml: unknown key `learning_rat`; the nearest known one"),
+        ("pretrain", ["--config", "unknown.yaml"], "unknown.yaml: unknown key `learning_rat`; the nearest one"),
         ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
         ("sft", ["--config", str(ROOT / "recipes/tiny/sft.yaml"), *RUN], "There is no directory out/pretrain-tiny"),
         ("grpo", ["--rewards", "nope", *RUN], "nope"),
