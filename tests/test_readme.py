@@ -23,7 +23,7 @@ from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.metrics import HEADLINES
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.end_report import format_report, next_commands
+from hf_pretrain.training.end_report import format_report
 from hf_pretrain.training.minimind_flags import translate_minimind
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
@@ -287,8 +287,7 @@ def test_the_code_prints_the_messages_of_the_troubleshooting_page():
 def test_a_run_prints_the_documented_lines_of_the_report(tmp_path):
     metrics = {metric.key: 1.0 for metric in HEADLINES}
     args = LMTrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.1)
-    commands = next_commands(args, RunFacts())
-    report = format_report(args, metrics=metrics, unigram=2.0, samples=[("a", "b")], commands=commands)
+    report = format_report(args, RunFacts(unigram_loss=2.0), metrics, [("a", "b")])
     page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
     table = page.split("| line | meaning |")[1].split("\n\n")[0]
     labels = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)

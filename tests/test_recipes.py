@@ -200,7 +200,7 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
     assert output.count("Sample ") == 3
     *_, entry = json.loads((run / "run.json").read_text())
     assert entry["recipe"] == "pretrain" and entry["steps"] == 2 and "--max_steps 2" in entry["command"]
-    assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["train"]["rows"] > 0
+    assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["counts"]
     assert entry["metrics"]["eval_loss"] == final["eval_loss"]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert f"{final['eval_loss']:.4f} nats per token" in page and "bad lines" not in page

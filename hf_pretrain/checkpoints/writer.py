@@ -52,7 +52,7 @@ def write_model(
     """
     model.save_pretrained(directory, state_dict=state_dict, is_main_process=is_writer)
     if is_writer and is_adapted(model):
-        # peft writes a model card whose fields are all blank. `end_report.write_run_card` writes the real one.
+        # peft writes a model card whose fields are all blank. The trainer writes the real one.
         Path(directory, REPOCARD_NAME).unlink()
     if is_writer and tokenizer is not None:
         save_tokenizer(tokenizer, directory)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -16,7 +17,7 @@ from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.padding_rows import RowSource, is_stream
-from ..hub.model_card import RunFacts
+from ..hub.model_card import CURVE_NAME, RunFacts, format_run_card
 from ..hub.pushing import HubPusher, create_repository
 from ..runtime.devices import compile_layers, keep_freed_blocks
 from ..runtime.errors import UserError
@@ -27,7 +28,7 @@ from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, w
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .deepspeed_support import gather_from_deepspeed
-from .end_report import write_run_card
+from .end_report import describe_training
 from .float8 import convert_to_float8
 from .launch import check_accumulation, complete_fsdp_args, launcher
 from .measurements import Throughput, peak_memory_bytes
@@ -342,8 +343,18 @@ class RunTrainer(Trainer):
         """Write the card of a run to `output_dir`."""
         if self.is_world_process_zero():
             model = self.accelerator.unwrap_model(self.model)
-            repo_id = self.hub_model_id or Path(self.args.output_dir).name
-            write_run_card(self.args, model, self.state, self.run_facts, repo_id, self.layout)
+            directory = Path(self.args.output_dir)
+            card = format_run_card(
+                model,
+                self.state,
+                self.run_facts,
+                repo_id=self.hub_model_id or directory.name,
+                training=describe_training(self.args, self.state, self.layout),
+                language=self.args.hub_language,
+                license=self.args.hub_license,
+                has_curve=(directory / CURVE_NAME).is_file(),
+            )
+            (directory / REPOCARD_NAME).write_text(card, encoding="utf-8")
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: Trainer would push an incomplete checkpoint. `_save_checkpoint` pushes the complete one."""

@@ -9,8 +9,8 @@ import atexit
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import datasets
@@ -63,14 +63,13 @@ def format_plan(trainer: Any) -> str:
     Args:
         trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
     """
-    measured = StepMeasurement()
     # The losses of these steps tell the user nothing.
     for printer in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printer)
-    trainer.add_callback(measured)
+    trainer.add_callback(StopAfterFewSteps)
     announce("measuring the time and the memory of a step")
     trainer.train()
-    args, num_steps = trainer.args, trainer.state.max_steps
+    args, state, num_steps = trainer.args, trainer.state, trainer.state.max_steps
     whole = whole_model(base_model_of(trainer.accelerator.unwrap_model(trainer.model)).config)
     number = whole.num_parameters()
     lines = [
@@ -83,11 +82,14 @@ def format_plan(trainer: Any) -> str:
         *(("Budget", f"--{name} {vars(args)[name]}") for name in BUDGETS if vars(args)[name] is not None),
         ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_describe_passes(trainer)}"),
     ]
-    tokens, seconds = measured.tokens_per_step * num_steps, measured.step_seconds
+    times = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
+    # The first step also compiles.
+    seconds = fmean(times[1:] or times)
+    tokens = state.num_input_tokens_seen / state.global_step * num_steps
     lines += [
         ("Tokens", f"about {tokens:,.0f}, {tokens / number:.3g} per parameter"),
         ("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"),
-        ("Memory", _describe_memory(trainer, measured.peak_bytes)),
+        ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device))),
         (
             "Time",
             f"{seconds:.3g} s per step, {_format_duration(seconds * num_steps)} of training, without evaluations",
@@ -100,34 +102,12 @@ def format_plan(trainer: Any) -> str:
     return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
 
 
-class StepMeasurement(TrainerCallback):
-    """Measure the time, the tokens and the memory of the first steps, and end the training."""
-
-    def __init__(self):
-        # The beginning of the training, and the end of each step.
-        self.times: list[float] = []
-        self.tokens_per_step = self.peak_bytes = 0.0
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean time of a step, without the first one, which also compiles, unless it is the only one."""
-        first = min(1, len(self.times) - 2)
-        return (self.times[-1] - self.times[first]) / (len(self.times) - 1 - first)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.times = [time.perf_counter()]
+class StopAfterFewSteps(TrainerCallback):
+    """Log each of the first steps, and end the training."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        if args.device.type != "cpu":
-            torch.accelerator.synchronize(args.device)
-        self.times.append(time.perf_counter())
-        if state.global_step == min(NUM_STEPS, state.max_steps):
-            self.peak_bytes = peak_memory_bytes(args.device)
-            # Trainer counts the tokens when it logs.
-            control.should_log = control.should_training_stop = True
-
-    def on_log(self, args, state, control, **kwargs):
-        self.tokens_per_step = state.num_input_tokens_seen / state.global_step
+        control.should_log = True
+        control.should_training_stop |= state.global_step >= NUM_STEPS
 
 
 def _describe_passes(trainer: Any) -> str:

@@ -14,12 +14,11 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..hub.model_card import CURVE_NAME, RunFacts, format_run_card
+from ..hub.model_card import CURVE_NAME, RunFacts
 from ..model.presets import PRESETS
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES, named_figures
@@ -190,26 +189,21 @@ def generate(
 
 def format_report(
     args: LMTrainingArguments,
-    *,
+    facts: RunFacts,
     metrics: dict[str, float],
-    unigram: float | None,
     samples: list[tuple[str, str]],
-    commands: Sequence[tuple[str, str]] = (),
+    *,
     start: dict[str, float] | None = None,
-    loss_unit: str = "nats per token",
     push_report: str | None = None,
 ) -> str:
     """
     Return the report that a training recipe prints at its end.
 
     Args:
-        args ([`LMTrainingArguments`]): the run's training arguments.
+        args ([`LMTrainingArguments`]), facts ([`~hub.model_card.RunFacts`]): the arguments and facts of the run.
         metrics (`dict[str, float]`): validation metrics.
-        unigram (`float`, *optional*): the result of [`unigram_loss`], shown beside the loss.
         samples (`list[tuple[str, str]]`): prompts and generated texts.
-        commands (`Sequence[tuple[str, str]]`): the result of [`next_commands`].
         start (`dict[str, float]`, *optional*): validation metrics from before the first step, shown beside the others.
-        loss_unit (`str`): unit of the loss.
         push_report (`str`, *optional*): one line about the push.
     """
     rows = [
@@ -218,15 +212,15 @@ def format_report(
     ]
     for metric in HEADLINES:
         if metric.key in metrics:
-            figure = f"{metrics[metric.key]:.4f} {metric.unit_in(loss_unit)}".rstrip()
-            if metric.key == "eval_loss" and unigram is not None:
-                figure += f" (a unigram model: {unigram:.4f})"
+            figure = f"{metrics[metric.key]:.4f} {metric.unit_in(facts.loss_unit)}".rstrip()
+            if metric.key == "eval_loss" and facts.unigram_loss is not None:
+                figure += f" (a unigram model: {facts.unigram_loss:.4f})"
             elif start and metric.key in start:
                 figure += f" ({start[metric.key]:.4f} before)"
             rows.append((metric.label[0].upper() + metric.label[1:], figure))
     rows += [(label[0].upper() + label[1:], f"{metrics[key]:.4f}") for key, label in named_figures(metrics).items()]
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
-    rows += commands
+    rows += next_commands(args, facts)
     if push_report is not None:
         rows.append(("Hub", push_report))
     width = max(18, *(len(label) for label, _ in rows))
@@ -258,7 +252,7 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
     return [(label, shlex.join(words)) for label, words in commands]
 
 
-def write_curve(args: LMTrainingArguments, state: TrainerState, *, unigram: float | None) -> None:
+def write_curve(args: LMTrainingArguments, state: TrainerState, unigram: float | None) -> None:
     """Write the loss curve of a run, for its model card."""
     # The import of matplotlib is slow, and no run needs charts before it ends.
     from ..reports.page import write_loss_curve
@@ -291,28 +285,11 @@ def write_run_page(args: LMTrainingArguments, state: TrainerState, *, stopped: s
         logger.warning(f"The page of {output_dir} could not be written: {error}. `hf-pretrain compare` writes it.")
 
 
-def write_run_card(
-    args: LMTrainingArguments, model: PreTrainedModel, state: TrainerState, facts: RunFacts, repo_id: str, layout: str
-) -> None:
+def describe_training(args: LMTrainingArguments, state: TrainerState, layout: str) -> list[tuple[str, str]]:
     """
-    Write the model card of a run into `output_dir`. Arguments as for [`~hub.model_card.format_run_card`]; `layout` is
-    the layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`.
+    Return rows `(name, value)` that describe how a run was trained, for a table in its model card. `layout` is the
+    layout of the optimizer state: `ZeRO-<stage>`, `FSDP` or `one file`.
     """
-    card = format_run_card(
-        model,
-        state,
-        facts,
-        repo_id=repo_id,
-        training=_describe_training(args, state, layout),
-        language=args.hub_language,
-        license=args.hub_license,
-        has_curve=Path(args.output_dir, CURVE_NAME).is_file(),
-    )
-    Path(args.output_dir, REPOCARD_NAME).write_text(card, encoding="utf-8")
-
-
-def _describe_training(args: LMTrainingArguments, state: TrainerState, layout: str) -> list[tuple[str, str]]:
-    """Return rows `(name, value)` that describe how a run was trained, for a table in its model card."""
     not_sharded = "DDP" if args.world_size > 1 else "one process"
     sharding = {"FSDP": "FSDP2", "one file": not_sharded}.get(layout, f"DeepSpeed {layout}")
     schedule = SchedulerType(args.lr_scheduler_type).value

@@ -22,12 +22,7 @@ from ..weights.models import ModelArguments
 from .answer_measures import AnswerMeasures
 from .base_trainer import RunTrainer
 from .budgets import BUDGETS, apply_token_budget
-from .callbacks import (
-    LogLinesCallback,
-    ProfilerCallback,
-    ProgressBarCallback,
-    SampleCallback,
-)
+from .callbacks import LogLinesCallback, ProfilerCallback, ProgressBarCallback, SampleCallback
 from .checkpoint_choice import checkpoint_to_resume, is_resumed
 from .dry_run import begin_dry_run, format_plan
 from .end_report import (
@@ -40,7 +35,6 @@ from .end_report import (
     write_run_page,
 )
 from .micro_batch import fit_micro_batch
-from .resume_check import describe_data
 from .run_directory import RunDirectory, now
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, complete_learning_rate
@@ -146,11 +140,9 @@ def train_and_evaluate(
         trainer.add_callback(samples := SampleCallback(sample))
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
-        # The key `held_out` stays: records of earlier launches in the same file have it.
-        data = {"train": describe_data(trainer.train_dataset), "held_out": describe_data(trainer.eval_dataset)}
-        counts = {"names": facts.datasets, "counts": facts.data}
+        data = {"names": facts.datasets, "counts": facts.data}
         # `recipes/chat.py` continues text with a model that was only pretrained.
-        RunDirectory(trainer.args).record(recipe=facts.recipe, data=counts | data, loss_unit=facts.loss_unit)
+        RunDirectory(trainer.args).record(recipe=facts.recipe, data=data, loss_unit=facts.loss_unit)
     trainer.train(resume_from_checkpoint=checkpoint)
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()
@@ -211,45 +203,30 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
     return {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
 
 
-def end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple[str, str]]) -> None:
-    """
-    Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks must call this function.
-
-    Args:
-        trainer ([`RunTrainer`]): the trainer after [`train_and_evaluate`].
-        metrics (`dict[str, float]`), samples (`list[tuple[str, str]]`): its results.
-    """
-    training_args, facts = trainer.args, trainer.run_facts
-    evaluations = find_evaluations(trainer.state.log_history)
-    is_main = training_args.process_index == 0
+def _end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple[str, str]]) -> None:
+    """Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks must call it."""
+    args, facts = trainer.args, trainer.run_facts
+    is_main = args.process_index == 0
     if is_main:
         # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
-        write_curve(training_args, trainer.state, unigram=facts.unigram_loss)
-    if training_args.push_to_hub:
+        write_curve(args, trainer.state, facts.unigram_loss)
+    if args.push_to_hub:
         trainer.push_to_hub()
     if is_main:
-        commands = next_commands(training_args, facts)
-        report = format_report(
-            training_args,
-            metrics=metrics,
-            unigram=facts.unigram_loss,
-            samples=samples,
-            commands=commands,
-            start=evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None,
-            loss_unit=facts.loss_unit,
-            push_report=trainer.pusher.report,
-        )
+        evaluations = find_evaluations(trainer.state.log_history)
+        start = evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None
+        report = format_report(args, facts, metrics, samples, start=start, push_report=trainer.pusher.report)
         print(report)
-        RunDirectory(training_args).record(
+        RunDirectory(args).record(
             ended=now(),
             steps=trainer.state.global_step,
             metrics=metrics,
             report=report.strip().splitlines(),
-            next_commands=commands,
+            next_commands=next_commands(args, facts),
         )
-        write_run_page(training_args, trainer.state)
+        write_run_page(args, trainer.state)
     # Release the lock only now: the record and the report are written under it.
-    RunDirectory(training_args).release()
+    RunDirectory(args).release()
 
 
 def train_on(
@@ -280,10 +257,7 @@ def train_on(
         sample (`Callable`, *optional*): returns prompts and generated texts of the trainer and its model; by default
             answers to questions of the validation set, or continuations of its texts.
     """
-    facts = RunFacts(
-        stage, recipe, data.names, data.report, base_model=base_model, loss_unit=loss_unit, data_kind=data.kind
-    )
-    facts.eval_datasets = data.eval_names
+    facts = RunFacts(stage, recipe, data.names, data.report, base_model, None, loss_unit, data.kind, data.eval_names)
     apply_token_budget(training_args, data, base_model_of(model).config)
     kwargs |= {} if data.collator is None else {"data_collator": data.collator}
     if recipe in ("pretrain", "sft"):
@@ -304,7 +278,7 @@ def train_on(
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and data.first_eval is not None and isinstance(data.train, Dataset):
         facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=len(data.tokenizer))
-    end_run(trainer, metrics, samples)
+    _end_run(trainer, metrics, samples)
     leave_process_group()
 
 

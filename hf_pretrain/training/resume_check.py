@@ -9,7 +9,6 @@ config, adapter, and weights that training does not change.
 import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,28 +107,19 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 def describe_data(dataset: Any) -> dict[str, Any]:
     """
     Return the number of rows of a dataset and a digest of all rows. For a stream, return a digest of its description;
-    for any other kind of dataset, return an empty `dict`. Describe each of several datasets by its name.
+    for any other kind of dataset, return an empty `dict`.
     """
-    if isinstance(dataset, dict):
-        return {name: describe_data(part) for name, part in dataset.items()}
     if isinstance(dataset, datasets.IterableDataset):
         return {"digest": _digest(dataset.info.description)}
     if not isinstance(dataset, datasets.Dataset):
         return {}
-    return {"rows": len(dataset), "digest": _digest_rows(dataset)}
-
-
-# A run describes its data twice, for its record and for its checkpoints.
-@lru_cache(maxsize=2)
-def _digest_rows(dataset: datasets.Dataset) -> str:
-    """Return a digest of all rows, whatever the format in which the dataset returns them."""
     digest = xxhash.xxh3_128()
     names = [name for name in dataset.column_names if name not in _REFERENCE_COLUMNS]
     for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
         # NOTE: a slice would be serialized with some bytes of the rows after it. `take` copies the rows of a batch.
         for batch in table.take(np.arange(len(table))).combine_chunks().to_batches():
             digest.update(batch.serialize())
-    return digest.hexdigest()
+    return {"rows": len(dataset), "digest": digest.hexdigest()}
 
 
 def describe_config(config: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ FIGURES = {metric.key: 1.0 + number for number, metric in enumerate(METRICS)}
 
 def test_every_place_shows_the_same_label_and_value(capsys):
     args = LMTrainingArguments(output_dir="out/a", learning_rate=1e-3)
-    report = format_report(args, metrics=FIGURES, unigram=None, samples=[])
+    report = format_report(args, RunFacts(), FIGURES, [])
     state = TrainerState(is_world_process_zero=True, global_step=3, max_steps=5)
     LogLinesCallback().on_log(args, state, TrainerControl(), logs=FIGURES)
     line = capsys.readouterr().out

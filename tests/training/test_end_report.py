@@ -33,8 +33,7 @@ def test_unigram_loss_is_the_formula():
 def test_report_names_everything():
     args = LMTrainingArguments(output_dir="out/a", learning_rate=0.5)
     metrics = {"eval_loss": 4.0, "eval_bits_per_byte": 1.5}
-    commands = next_commands(args, RunFacts())
-    report = format_report(args, metrics=metrics, unigram=7.0, samples=[("a", "b")], commands=commands)
+    report = format_report(args, RunFacts(unigram_loss=7.0), metrics, [("a", "b")])
     for part in (
         f"muon, learning rate {args.learning_rate:g}",
         "out/a",
