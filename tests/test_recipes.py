@@ -292,7 +292,7 @@ def test_make_prints_help_and_refuses_an_unknown_device():
 
 def test_make_clean_leaves_models_and_other_environments(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    mine = ["out/sft-tiny/model.safetensors", "faults.json", "env/bin/python", "recipes/my/pretrain.yaml"]
+    mine = ["out/sft-tiny/model.safetensors", "gpu-check.json", "env/bin/python", "recipes/my/pretrain.yaml"]
     built = ["build/lib/a.o", "dist/a.whl", "a.egg-info/PKG-INFO", ".pytest_cache/a", "tests/__pycache__/a.pyc"]
     for name in [*mine, *built, "hf_pretrain/a.py", "benchmarks/a.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

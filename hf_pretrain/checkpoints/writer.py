@@ -89,9 +89,7 @@ class CheckpointWriter:
         self.checkpoint_bytes = checkpoint_bytes
         self.directory: Path | None = None
 
-    def writing_checkpoint(
-        self, target: Path, run: dict[str, Any], *, add_files: Callable[[Path], None] = lambda source: None
-    ) -> AbstractContextManager[Path]:
+    def writing_checkpoint(self, target: Path, run: dict[str, Any]) -> AbstractContextManager[Path]:
         """
         Return a block that gets a directory to write a checkpoint into. After the block, write its manifest, rename it
         to `target` and read it back. All ranks must enter the block.
@@ -99,17 +97,12 @@ class CheckpointWriter:
         Args:
             target (`Path`): `checkpoint-N`. An existing one is replaced.
             run (`dict`): the description of the run for the manifest.
-            add_files (`Callable`): adds files to the directory when all ranks have written theirs.
 
         Raises:
             `OSError`: if the disk refuses to write, or if the files read back differ. They are then renamed to
                 `damaged-checkpoint-N`.
         """
-
-        def publish(source: Path) -> None:
-            add_files(source)
-            _publish_checkpoint(source, target, run)
-
+        publish = partial(_publish_checkpoint, target=target, run=run)
         return self._writing(target.parent / ASIDE / target.name, target, publish)
 
     def writing_model(self, target: Path) -> AbstractContextManager[Path]:

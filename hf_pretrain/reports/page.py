@@ -130,10 +130,6 @@ def _draw_charts(runs: list[Run]) -> Iterator[tuple[str, str]]:
         if lines := _lines(runs, key):
             chart = line_chart(lines, x_label=_X_LABELS["tokens"], y_label=y_label, from_zero=key in _FROM_ZERO)
             yield title, to_svg(chart)
-    labels = {"x_label": "expert", "y_label": "layer", "colour_label": "share of the tokens"}
-    for run in runs:
-        if (load := run.last("router_load")) is not None:
-            yield f"Expert load of {run.name}", to_svg(heat_map(load, **labels))
 
 
 def _y_label(runs: list[Run], measure: str) -> str:
@@ -192,21 +188,6 @@ def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
     axes.grid(alpha=0.25)
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)
-    return figure
-
-
-def heat_map(values: Sequence[Sequence[float]], *, x_label: str, y_label: str, colour_label: str) -> Figure:
-    """
-    Return a chart of a matrix, the first row at the top.
-
-    Args:
-        values (`Sequence` of shape `(num_rows, num_columns)`): the shares to show.
-        x_label, y_label, colour_label (`str`): what columns, rows and colours mean.
-    """
-    figure, axes = _make_axes(height=1.2 + 0.25 * len(values))
-    image = axes.imshow(values, aspect="auto", cmap="viridis", vmin=0)
-    figure.colorbar(image, ax=axes, label=colour_label)
-    axes.set(xlabel=x_label, ylabel=y_label, xticks=range(len(values[0])), yticks=range(len(values)))
     return figure
 
 

@@ -17,7 +17,6 @@ from ..model.loss import find_documents, router_loss
 from ..runtime.errors import UserError
 from ..runtime.metrics import evaluated_set, first_figures
 from ..training.base_trainer import RunTrainer
-from ..training.measurements import RouterLoad, record_router_load
 
 
 logger = logging.get_logger(__name__)
@@ -32,9 +31,6 @@ class RouterLossMixin(RunTrainer):
 
     The router loss of a step is the mean over its micro-batches, like TRL's losses. If all micro-batches have the same
     number of rows, neither accumulation nor world size changes it.
-
-    Each evaluation records the load of the experts in the passes since the last evaluation, even if the coefficient of
-    the router loss is 0.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -42,8 +38,7 @@ class RouterLossMixin(RunTrainer):
         # Turn off Mixtral's formula in TRL's own code.
         self.aux_loss_enabled = False
         self._captured: list[torch.Tensor] | None = None
-        self._router_load = RouterLoad()
-        if self.model.config.num_experts:
+        if self.model.config.num_experts and self.router_aux_loss_coef != 0.0:
             decoder = self.model.get_decoder()
             # Hooks on the decoder itself stay in place when DDP, DeepSpeed or peft wrap the model.
             decoder.register_forward_pre_hook(self._ask_for_router_logits, with_kwargs=True)
@@ -75,12 +70,10 @@ class RouterLossMixin(RunTrainer):
             attention_mask=kwargs.get("attention_mask"),
         )
         config = self.model.config
-        self._router_load.add(outputs.router_logits, documents.token_mask, top_k=config.num_experts_per_tok)
-        if self.router_aux_loss_coef != 0.0:
-            loss = router_loss(
-                outputs.router_logits, config.num_experts_per_tok, documents, level=config.router_aux_loss_level
-            )
-            self._captured.append(loss)
+        loss = router_loss(
+            outputs.router_logits, config.num_experts_per_tok, documents, level=config.router_aux_loss_level
+        )
+        self._captured.append(loss)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return TRL's loss plus the router loss."""
@@ -109,12 +102,6 @@ class RouterLossMixin(RunTrainer):
             for key in list(self._metrics["eval"]):
                 self._metrics["eval"][f"{name}_{key}"] = self._metrics["eval"].pop(key)
         super().log(logs, *args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        metrics = super().evaluate(*args, **kwargs)
-        record_router_load(self, self._router_load)
-        self._router_load = RouterLoad()
-        return metrics
 
 
 def whole_batches(

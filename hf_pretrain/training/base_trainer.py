@@ -266,17 +266,14 @@ class RunTrainer(Trainer):
         """Write, push and rotate."""
         self.gradient_check.read()
         target = checkpoint_path(super()._get_output_dir(trial), self.state.global_step)
-
-        def add_files(directory: Path) -> None:
-            # Trainer wrote the state before the path of the best checkpoint was corrected.
-            self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
-
         with self._throughput.paused():
-            with self.writer.writing_checkpoint(target, self._description, add_files=add_files) as source:
+            with self.writer.writing_checkpoint(target, self._description) as source:
                 super()._save_checkpoint(model, trial)
-                # Trainer recorded the path in `.saving/` as the best checkpoint.
+                # Trainer recorded the path in `.saving/` as the best checkpoint, and wrote it to the state.
                 if self.state.best_model_checkpoint == str(source):
                     self.state.best_model_checkpoint = str(target)
+                if self.args.should_save:
+                    self.state.save_to_json(str(source / TRAINER_STATE_NAME))
             if self.args.push_to_hub and self.is_world_process_zero():
                 self.callback_handler.on_push_begin(self.args, self.state, self.control)
                 self.pusher.push_checkpoint(target)

@@ -26,13 +26,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
 from ..data.padding_rows import PaddingRowCollator, RowSource, pad_rows
-from ..model.loss import IGNORE_INDEX, find_documents, prediction_weights
+from ..model.loss import find_documents, prediction_weights
 from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
 from ..weights.adapters import base_model_of
 from .base_trainer import RunTrainer
 from .launch import check_micro_batch
-from .measurements import Meter, RouterLoad, flops_per_token, known_peak, record_router_load
+from .measurements import Meter, flops_per_token, known_peak
 from .stopping import end_nonfinite_run
 from .training_arguments import LMTrainingArguments
 
@@ -84,7 +84,6 @@ class MaskedLossTrainer(RunTrainer):
         # One tensor (3,) per evaluated batch: the sum of w * CE, the sum of w, and the number of bytes.
         self._eval_sums: list[torch.Tensor] = []
         self._token_bytes: torch.Tensor | None = None
-        self._router_load = RouterLoad()
         # Both are `None` outside `train`, where callers may take single steps.
         self._meter: Meter | None = None
         self._num_documents: torch.Tensor | None = None
@@ -216,10 +215,7 @@ class MaskedLossTrainer(RunTrainer):
         """Return the loss of a batch of a validation set, and the outputs of the model."""
         self._eval_weight = self._count(inputs)[0]
         # A divisor of 1 gives the sum over the batch. `evaluation_loop` adds the sums of all batches and divides.
-        # Ask for router logits only if the caller reads nothing but the loss: other outputs must not contain them.
-        has_experts = getattr(base_model_of(self.model).config, "num_experts", 0)
-        asked = {"output_router_logits": True} if has_experts and self._wants_loss_alone else {}
-        outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits, **asked)
+        outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=self._skips_logits)
         self._add_to_evaluation(outputs, inputs)
         # Trainer averages this loss over batches; `evaluation_loop` replaces the average. Without a predicted token,
         # the loss is 0 instead of 0 / 0.
@@ -322,9 +318,6 @@ class MaskedLossTrainer(RunTrainer):
             # A label of -100 cannot be an index; its weight is 0.
             num_bytes = (weights * self._token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
         self._eval_sums.append(torch.stack([outputs.ce_loss.detach(), self._eval_weight, num_bytes]))
-        if outputs.router_logits is not None:
-            top_k = base_model_of(self.model).config.num_experts_per_tok
-            self._router_load.add(outputs.router_logits, (labels != IGNORE_INDEX).flatten(), top_k=top_k)
 
     def _add_up(self, sums: list[torch.Tensor]) -> list[float]:
         """Return the sums over all batches of all ranks. `math.fsum` adds them on the host without rounding."""
@@ -342,13 +335,12 @@ class MaskedLossTrainer(RunTrainer):
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         self._token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
-        self._eval_sums, self._router_load = [], RouterLoad()
+        self._eval_sums = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not self._eval_sums:
             # The batches have no labels, or the caller passed its own `compute_loss_func`.
             return output
         ce_sum, weight, num_bytes = self._add_up(self._eval_sums)
-        record_router_load(self, self._router_load)
         if weight == 0:
             raise UserError(
                 f"{description}: no token of the set is to be predicted, because all labels are -100. Check the "

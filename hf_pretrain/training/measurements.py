@@ -1,6 +1,5 @@
 """
-Measure a run: its losses, tokens, speed and load of the experts between two logs or evaluations, its FLOPs, and its
-memory.
+Measure a run: its losses, tokens and speed between two logs, its FLOPs, and its memory.
 
 Model FLOPs count the matrix products with parameters, forward and backward: 6 per parameter and token
 (https://arxiv.org/abs/2001.08361, section 2.1). Experts count only for the tokens that are routed to them. The count
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -133,45 +131,6 @@ class Meter:
             if self.peak is not None:
                 logs["mfu"] = logs["model_flops_per_second"] / self.world_size / self.peak
         return logs
-
-
-class RouterLoad:
-    """Number of tokens per layer and expert, summed over batches."""
-
-    def __init__(self) -> None:
-        self.counts: torch.Tensor | None = None
-
-    def add(self, router_logits: tuple[torch.Tensor, ...], token_mask: torch.Tensor, *, top_k: int) -> None:
-        """
-        Count the experts that the router chooses for the tokens of a batch.
-
-        Args:
-            router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one per layer.
-            token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): false for tokens that do not count,
-                such as padding.
-            top_k (`int`): number of experts per token.
-        """
-        # (num_layers, batch_size * seq_len, num_experts)
-        logits = torch.stack(router_logits).detach()
-        chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(top_k, dim=-1).indices, 1.0)
-        # A product, because indexing by a mask would wait for the device.
-        counts = (chosen * token_mask[:, None]).sum(1, dtype=torch.float32)
-        self.counts = counts if self.counts is None else self.counts + counts
-
-
-def record_router_load(trainer: Any, load: RouterLoad) -> None:
-    """
-    Add the share of each expert in the counts of its layer to the log. All ranks must call this function.
-
-    Args:
-        trainer ([`~training.base_trainer.RunTrainer`]): the trainer with the log.
-        load ([`RouterLoad`]): the counts of this rank.
-    """
-    if load.counts is not None:
-        # (num_layers, num_experts)
-        counts = trainer.accelerator.reduce(load.counts, "sum")
-        shares = (counts / counts.sum(-1, keepdim=True).clamp(min=1)).tolist()
-        trainer.state.log_history.append({"router_load": shares, "step": trainer.state.global_step})
 
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first match wins, so "H100 PCIe" must stand

@@ -110,42 +110,35 @@ class GradientCheck:
 
     def __init__(self, trainer: Any, *, is_late: bool):
         self.trainer, self.is_late = trainer, is_late
-        self._pending: Callable[[], None] | None = None
+        # The step, the norm on the host, and the event after which it is there.
+        self._pending: tuple[int, torch.Tensor, Any] | None = None
 
     def take(self, norm: Any) -> None:
         """Take the norm of a step, a scalar, or `None` if there is none. All ranks call this method."""
-        trainer = self.trainer
-        if trainer.accelerator.scaler is None:
-            if norm is not None:
-                self._add(torch.as_tensor(norm))
-        # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
-        elif trainer.ranks.largest(int(not trainer.is_loss_finite())):
-            end_nonfinite_run(trainer, "The loss is not finite", trainer.state.global_step + 1)
-
-    def _add(self, norm: torch.Tensor) -> None:
         self.read()
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        step = self.trainer.state.global_step + 1
-        host = norm.detach().to("cpu", non_blocking=self.is_late)
-        copied = torch.cuda.Event() if norm.is_cuda else None
-        if copied is not None:
-            copied.record()
+        trainer, step = self.trainer, self.trainer.state.global_step + 1
+        if trainer.accelerator.scaler is not None:
+            # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
+            if trainer.ranks.largest(int(not trainer.is_loss_finite())):
+                end_nonfinite_run(trainer, "The loss is not finite", step)
+        elif norm is not None:
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+            host, copied = norm.detach().to("cpu", non_blocking=self.is_late), None
+            if norm.is_cuda:
+                copied = torch.cuda.Event()
+                copied.record()
+            self._pending = step, host, copied
+            if not self.is_late:
+                self.read()
 
-        def check() -> None:
+    def read(self) -> None:
+        """Check the norm of the last step, if it has not been read yet."""
+        if self._pending is not None:
+            (step, host, copied), self._pending = self._pending, None
             if copied is not None:
                 copied.synchronize()
             if not host.isfinite():
                 end_nonfinite_run(self.trainer, f"The gradient's norm is {float(host)}", step)
-
-        self._pending = check
-        if not self.is_late:
-            self.read()
-
-    def read(self) -> None:
-        """Check the norm of the last step, if it has not been read yet."""
-        check, self._pending = self._pending, None
-        if check is not None:
-            check()
 
 
 def end_nonfinite_run(trainer: Any, what: str, step: int) -> NoReturn:

@@ -56,7 +56,7 @@ def is_document(line: bytes) -> bool:
 @given(st.lists(lines, max_size=6))
 # A line is blank only by the white space of ASCII.
 @example([b"\x1c"])
-def test_any_lines(record, content):
+def test_any_lines(content):
     with TemporaryDirectory() as directory:
         path = Path(directory, "a.jsonl")
         path.write_bytes(b"\n".join(content))
@@ -73,7 +73,6 @@ def test_any_lines(record, content):
     assert set(bad) == set(range(1, len(content) + 1)) - expected - blank
     for number, text in good:
         assert text == json.loads(first_line(number, content[number - 1]))["text"]
-    record("data: lines by hypothesis", True)
 
 
 def first_line(number: int, line: bytes) -> bytes:
@@ -95,7 +94,7 @@ BAD_LINES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_listed_and_the_others_are_used(kind, tmp_path, record):
+def test_a_bad_line_is_listed_and_the_others_are_used(kind, tmp_path):
     texts = [f"document {number}" for number in range(150)]
     lines = [json.dumps({"text": text}).encode() for text in texts]
     lines.insert(70, BAD_LINES[kind])
@@ -104,11 +103,10 @@ def test_a_bad_line_is_listed_and_the_others_are_used(kind, tmp_path, record):
     assert sorted([*train["text"], *held_out["text"]]) == sorted(texts)
     (entry,) = map(json.loads, (tmp_path / "rejected.jsonl").read_text().splitlines())
     assert entry["line"] == 71 and entry["reason"]
-    record(f"data: {kind}", True)
 
 
 @pytest.mark.slow
-def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
+def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["good"] * 20)
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write(b"\n".join(BAD_LINES.values()))
@@ -118,18 +116,16 @@ def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path, record):
     assert result.returncode != 0 and "8 of 28 lines (28.57%) are bad" in result.stdout, result.stdout[-3000:]
     assert result.stdout.count(" x ") >= 5 and "step 1/8" not in result.stdout
     assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == len(BAD_LINES)
-    record("data: too many bad lines", True)
 
 
 @pytest.mark.faults
-def test_ranks_with_different_data_do_not_train(workspace, tmp_path, record):
+def test_ranks_with_different_data_do_not_train(workspace, tmp_path):
     lines = (workspace / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join([lines[1], *lines[1:]]))
     words = command(workspace, tmp_path / "run", launcher="torchrun")
     words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
     result = run(words, POISON=f"data:{tmp_path / 'other.jsonl'}:1", PYTHONPATH=str(ROOT))
     assert result.returncode != 0 and "The ranks read different data" in result.stdout, result.stdout[-3000:]
-    record("data: another file on one rank", True)
 
 
 PREPARE = """
@@ -145,7 +141,7 @@ print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encod
 
 
 @pytest.mark.slow
-def test_a_killed_preparation_does_not_repeat_finished_steps(workspace, tmp_path, record):
+def test_a_killed_preparation_does_not_repeat_finished_steps(workspace, tmp_path):
     write_jsonl(
         tmp_path / "a.jsonl", [f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000)]
     )
@@ -173,5 +169,4 @@ def test_a_killed_preparation_does_not_repeat_finished_steps(workspace, tmp_path
     whole = run(words, HF_HOME=str(tmp_path / "other"))
     rows = [line for line in whole.stdout.splitlines() if line.startswith("ROWS")]
     survived = bool(rows) and rows[0] in interrupted.stdout
-    record("data: preparing killed", survived)
     assert survived, interrupted.stdout[-3000:]

@@ -44,11 +44,10 @@ def fill(path):
                     pass
 
 
-def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace, record):
+def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace):
     disk = small_disk(1)
     result = run(command(workspace, disk / "run"))
     survived = result.returncode == 74 and "the first checkpoint could not be saved" in result.stdout
-    record("disk: too small from the start", survived)
     assert survived and "step 1/8" not in result.stdout, result.stdout[-3000:]
 
 
@@ -60,7 +59,7 @@ def test_too_small_a_disk_is_noticed_before_the_first_step(small_disk, workspace
         pytest.param("deepspeed", 24, zero(2), marks=pytest.mark.faults),
     ],
 )
-def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, workspace, record):
+def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, workspace):
     disk = small_disk(mebibytes)
     long = ["--max_steps", "20000", "--save_steps", "20"]
     with start(command(workspace, disk / "run", *long, *arguments, launcher=launcher)) as process:
@@ -70,7 +69,6 @@ def test_a_disk_that_fills_up(launcher, mebibytes, arguments, small_disk, worksp
     kept = list((disk / "run").glob("checkpoint-*"))
     status = process.returncode == 74 or "exitcode  : 74" in output
     survived = status and bool(kept) and not any(find_damage(path) for path in kept)
-    record(f"disk: fills up, {launcher}", survived)
     assert survived, (process.returncode, kept, output[-3000:])
     assert "could not be saved" in output and "is intact: make room and resume" in output
     # The page of the run needs room, too. No part of it stays.
@@ -94,14 +92,13 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk):
         trainer.save_state()
 
 
-def test_a_read_only_output(small_disk, workspace, record):
+def test_a_read_only_output(small_disk, workspace):
     disk = small_disk(8)
     os.mkdir(disk / "run")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     result = run(command(workspace, disk / "run"))
     # The run ends before it reads data.
     survived = result.returncode == 74 and "Read-only file system" in result.stdout
-    record("disk: read-only", survived)
     assert survived, result.stdout[-3000:]
 
 

@@ -25,7 +25,7 @@ class Watch(TrainerCallback):
 
 @pytest.mark.faults
 @pytest.mark.slow
-def test_two_thousand_steps_with_evaluation_and_saving(tmp_path, record):
+def test_two_thousand_steps_with_evaluation_and_saving(tmp_path):
     arguments = {
         **{"max_steps": 2000, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
         **{"eval_strategy": "steps", "eval_steps": 50, "save_strategy": "steps", "save_steps": 50},
@@ -41,6 +41,5 @@ def test_two_thousand_steps_with_evaluation_and_saving(tmp_path, record):
     growth = (memory[1] - memory[0]) / 2**20
     survived = descriptors[1] <= descriptors[0] and threads[1] <= threads[0] and shared[1] <= shared[0]
     survived &= growth < 16
-    record("2,000 steps: nothing leaks", survived)
     assert survived, (descriptors, threads, shared, growth, watch.rows)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1950", "checkpoint-2000"}

@@ -59,14 +59,14 @@ def interrupted(reference, tmp_path):
 def test_bit_for_bit(way, step, interrupted, ends_like):
     launcher, arguments = WAYS[way]
     output_dir = interrupted(step, launcher, *arguments)
-    ends_like(f"resume: {way}", output_dir, launcher, *arguments)
+    ends_like(output_dir, launcher, *arguments)
     seen = json.loads((output_dir / f"checkpoint-{STEPS}/trainer_state.json").read_text())["num_input_tokens_seen"]
     assert seen > 0
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("sharding", [[], ["--fsdp_size", "2"]], ids=["DDP", "FSDP2"])
-def test_the_best_model_at_the_end(sharding, workspace, tmp_path, record):
+def test_the_best_model_at_the_end(sharding, workspace, tmp_path):
     """Check every rank. Here the largest loss is the best, so that the first checkpoint is the best one."""
     arguments = ["--validation_fraction", "0.2", "--eval_strategy", "steps", "--eval_steps", "2"]
     arguments += ["--load_best_model_at_end", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
@@ -80,7 +80,6 @@ def test_the_best_model_at_the_end(sharding, workspace, tmp_path, record):
     assert evaluations[-1] == evaluations[0] != evaluations[-2]
     best, last = (load_file(path / "model.safetensors") for path in (output_dir / "checkpoint-2", output_dir))
     assert all(torch.equal(weight, last[name]) for name, weight in best.items())
-    record("the best model at the end, two ranks", True)
 
 
 @pytest.mark.faults
@@ -91,47 +90,14 @@ def test_a_signal_at_a_step_with_an_evaluation(workspace, tmp_path, ends_like):
         process.terminate()
         process.communicate(timeout=500)
     assert process.returncode == 143
-    ends_like("signal: then resumed", tmp_path / "run", "python", *arguments)
+    ends_like(tmp_path / "run", "python", *arguments)
 
 
 @pytest.mark.slow
-def test_one_process_resumes_a_run_of_two(interrupted, workspace, reference, record):
+def test_one_process_resumes_a_run_of_two(interrupted, workspace, reference):
     """At the same global batch, one process sees the same rows as two. Without dropout, the losses agree."""
     arguments = ["--config_overrides", "dropout=0.0"]
     output_dir = interrupted(6, "torchrun", *arguments)
     result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", *arguments))
     assert result.returncode == 0 and "was saved by 2 process(es)" in result.stdout, result.stdout[-3000:]
     assert losses(output_dir) == pytest.approx(losses(reference("torchrun", *arguments)), rel=1e-5)
-    record("resume: another world size", True)
-
-
-REFUSED = {
-    "batch": (["--per_device_train_batch_size", "3"], "its global batch was 8 rows and is now 6", True),
-    "seed": (["--seed", "3"], "--seed was 42 and is now 3", True),
-    "data": (["--max_length", "31"], "its data differed", True),
-    "optimizer": (["--optim", "sgd"], "its optimizer was muon and is now sgd", False),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", REFUSED)
-def test_an_inexact_resume_is_refused(what, interrupted, workspace, record):
-    arguments, message, may_be_allowed = REFUSED[what]
-    words = command(workspace, interrupted(6), "--resume_from_checkpoint", "auto", *arguments)
-    result = run(words)
-    assert result.returncode != 0 and message in result.stdout, result.stdout[-3000:]
-    assert ("--allow_inexact_resume" in result.stdout) == may_be_allowed
-    if may_be_allowed and what != "batch":
-        result = run([*words, "--allow_inexact_resume"])
-        assert result.returncode == 0 and f"although {message}" in result.stdout, result.stdout[-3000:]
-    record("resume: refused", True)
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_shards_of_another_launch_are_refused(launcher, interrupted, workspace, record):
-    output_dir = interrupted(6, "deepspeed", *zero(2))
-    result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", launcher=launcher))
-    message = "its optimizer state has the layout ZeRO-2 and this run's is one file"
-    assert result.returncode != 0 and message in result.stdout, result.stdout[-3000:]
-    record("resume: refused", True)

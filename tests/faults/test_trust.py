@@ -46,7 +46,7 @@ def refuses(words: list[str], planted: Path, *messages: str) -> bool:
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     ],
 )
-def test_hostile_files_of_a_checkpoint(name, workspace, reference, planted, tmp_path, record):
+def test_hostile_files_of_a_checkpoint(name, workspace, reference, planted, tmp_path):
     """The manifest matches: an attacker who can write the file can also write the manifest."""
     checkpoint = Path(shutil.copytree(reference() / "checkpoint-6", tmp_path / "run/checkpoint-6"))
     torch.save({"state": Hostile(planted)}, checkpoint / name)
@@ -54,31 +54,31 @@ def test_hostile_files_of_a_checkpoint(name, workspace, reference, planted, tmp_
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, run_facts)
     words = command(workspace, tmp_path / "run", "--resume_from_checkpoint", "auto")
-    record("hostile: a file of a checkpoint", refuses(words, planted, "Weights only load failed"))
+    refuses(words, planted, "Weights only load failed")
 
 
 @pytest.mark.faults
-def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path, record):
+def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path):
     source = reference("deepspeed", *zero(2)) / "checkpoint-6"
     checkpoint = Path(shutil.copytree(source, tmp_path / "elsewhere/checkpoint-6"))
     for shard in checkpoint.glob("global_step*/*.pt"):
         torch.save(Hostile(planted), shard)
     words = command(workspace, tmp_path / "run", *zero(2), launcher="deepspeed")
     words += ["--resume_from_checkpoint", str(checkpoint)]
-    record("hostile: DeepSpeed's shards", refuses(words, planted, "Add --trust_checkpoint"))
+    refuses(words, planted, "Add --trust_checkpoint")
 
 
 @pytest.mark.faults
-def test_hostile_weights(workspace, planted, tmp_path, record):
+def test_hostile_weights(workspace, planted, tmp_path):
     words = command(workspace, tmp_path / "run", "--tokenizer_name_or_path", str(workspace / "toy"))
     torch.save({"model.embed_tokens.weight": Hostile(planted)}, tmp_path / "model.pth")
     words[words.index("--model_name_or_path") + 1] = str(tmp_path / "model.pth")
-    record("hostile: pth", refuses(words, planted, "was refused before any code in it ran"))
+    refuses(words, planted, "was refused before any code in it ran")
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path, record):
+def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path):
     with HubServer() as hub:
         words = command(
             workspace, tmp_path / "run", "--push_to_hub", "--hub_strategy", "checkpoint", launcher=launcher
@@ -95,4 +95,3 @@ def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path, 
     )
     assert b"manifest.json" in sent and b"train_batch_size" in sent and b"train_batch_size" in written
     assert TOKEN.encode() not in sent + written + result.stdout.encode()
-    record("a token: searched in all files, output and requests", True)

@@ -43,7 +43,6 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
         log.append(figures | speed | seen)
         if step % 10 == 0:
             log.append({"eval_loss": 7 / step**0.5} | seen)
-            log.append({"router_load": [[0.1, 0.2, 0.3, 0.4], [0.25] * 4], "step": step})
     (directory / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     return read_run(directory)
 
@@ -78,7 +77,7 @@ def test_the_page_of_a_run(page, tmp_path):
     captions = page.locator("figcaption").all_inner_texts()
     assert captions == [
         *("Loss over tokens", "Loss over minutes", "Learning rate", "Gradient norm", "Speed"),
-        *("Share of the peak speed", "Memory", "Expert load of mine"),
+        *("Share of the peak speed", "Memory"),
     ]
     for number, caption in enumerate(captions):
         assert num_drawn_pixels(page, number) > 300, f"{caption} is empty"

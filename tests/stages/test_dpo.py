@@ -122,30 +122,6 @@ def rows_of(pairs: Dataset) -> list[list[int]]:
     return [pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
 
 
-def expert_load(model, rows: list[list[int]]) -> list[list[float]]:
-    """Return the share of each expert in the choices of each layer."""
-    loads = torch.zeros(2, 4)
-    for ids in rows:
-        logits = model(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
-        for layer, row in enumerate(logits):
-            loads[layer] += torch.nn.functional.one_hot(row.topk(2, dim=-1).indices, 4).sum((0, 1))
-    return (loads / loads.sum(1, keepdim=True)).tolist()
-
-
-@pytest.mark.parametrize("coef", [0.5, 0.0])
-def test_an_evaluation_records_the_expert_load_of_the_steps_before_it(build_trainer, coef, tmp_path):
-    # At a learning rate of 0, the model stays as it is.
-    experts = EXPERTS | {"router_aux_loss_coef": coef}
-    trainer = build_trainer(experts=experts, max_steps=2, learning_rate=0.0)
-    expected = expert_load(trainer.model, rows_of(trainer.train_dataset))
-    trainer.train()
-    trainer.evaluate()
-    trainer.evaluate()  # no step since the first one
-    (entry,) = [entry for entry in trainer.state.log_history if "router_load" in entry]
-    assert entry["step"] == 2
-    assert entry["router_load"] == [pytest.approx(row, abs=1e-6) for row in expected]
-
-
 def test_workers_need_not_fork(build_trainer):
     trainer = build_trainer()
     check_start_of_workers(trainer.get_train_dataloader())

@@ -12,7 +12,6 @@ from transformers import TrainerState
 import hf_pretrain_cli
 from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.training.end_report import (
-    format_report,
     next_commands,
     unigram_loss,
     write_run_page,
@@ -28,22 +27,6 @@ def test_unigram_loss_is_the_formula():
     probability = {2: 3 / 13, 5: 3 / 13, 6: 2 / 13, 7: 1 / 13}
     expected = -sum(math.log(probability[token]) for token in (5, 2, 7, 2)) / 4
     assert unigram_loss(train, held_out, vocab_size=8) == pytest.approx(expected)
-
-
-def test_report_names_everything():
-    args = LMTrainingArguments(output_dir="out/a", learning_rate=0.5)
-    metrics = {"eval_loss": 4.0, "eval_bits_per_byte": 1.5}
-    report = format_report(args, RunFacts(unigram_loss=7.0), metrics, [("a", "b")])
-    for part in (
-        f"muon, learning rate {args.learning_rate:g}",
-        "out/a",
-        "4.0000",
-        "7.0000",
-        "1.5000",
-        "'a' -> 'b'",
-        "hf-pretrain chat --model_name_or_path out/a",
-    ):
-        assert part in report
 
 
 @pytest.mark.parametrize(

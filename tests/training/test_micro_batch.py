@@ -58,14 +58,11 @@ def test_the_largest_micro_batch_that_fits_is_chosen(tmp_path):
         ({}, {"train_sampling_strategy": "group_by_length"}),
         ({"dropout": 0.1}, {}),
         (EXPERTS | {"router_aux_loss_level": "batch"}, {}),
+        ({}, {"on_cuda": False}),
     ],
 )
 def test_the_micro_batch_stays_where_the_estimate_or_the_loss_depends_on_more(tmp_path, overrides, arguments):
     assert fitted(tmp_path, toy_model(**overrides), **arguments) == (4, 6)
-
-
-def test_the_micro_batch_stays_on_a_cpu(tmp_path):
-    assert fitted(tmp_path, on_cuda=False) == (4, 6)
 
 
 @pytest.mark.parametrize("flag", ["--per_device_train_batch_size=8", "--gradient-accumulation-steps=2", None])

@@ -59,16 +59,12 @@ def test_answers_use_random_numbers_of_their_own():
     assert first == second and first[0] == "one"
 
 
-def test_a_long_prompt_loses_its_beginning():
+def test_questions_may_follow_a_greeting_and_long_prompts_lose_their_beginning():
     tokenizer = train_tokenizer(["one two three four"] * 4, vocab_size=320)
-    conversations = Dataset.from_dict({"text": [json.dumps({"prompt": [{"role": "user", "content": "one " * 99}]})]})
-    (_, whole), (_, cut) = (choose_questions(tokenizer, conversations, 1, max_tokens=limit)[0] for limit in (1000, 8))
-    assert len(whole) > 99 and cut == whole[-8:]
-
-
-def test_a_conversation_may_begin_with_a_greeting_of_the_assistant():
-    tokenizer = train_tokenizer(["one two three four"] * 4, vocab_size=320)
-    turns = [{"role": role, "content": text} for role, text in (("assistant", "hello"), ("user", "one"))]
+    turns = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "one " * 99}]
     record = json.dumps({"messages": [*turns, {"role": "assistant", "content": "two"}]})
-    ((question, _),) = choose_questions(tokenizer, Dataset.from_dict({"text": [record]}), 1)
-    assert question == "one"
+    conversations = Dataset.from_dict({"text": [record]})
+    (_, whole), (question, cut) = (
+        choose_questions(tokenizer, conversations, 1, max_tokens=limit)[0] for limit in (1000, 8)
+    )
+    assert question == "one " * 99 and len(whole) > 99 and cut == whole[-8:]

@@ -26,22 +26,16 @@ class AtStep(TrainerCallback):
             self.action()
 
 
-def test_a_closed_terminal_stops_a_run_at_a_step(tmp_path, restored, capfd):
-    hang_up = AtStep(2, lambda: os.kill(os.getpid(), signal.SIGHUP))
-    with pytest.raises(SystemExit) as status:
-        make_trainer(tmp_path, make_documents(), callbacks=[hang_up]).train()
-    assert status.value.code == 129 and "Stopped by SIGHUP after step 2" in capfd.readouterr().err
-    assert find_damage(tmp_path / "checkpoint-2") == []
-
-
-def test_the_page_of_a_stopped_run_shows_its_step(tmp_path, restored):
+def test_a_closed_terminal_stops_a_run_at_a_step_whose_page_says_so(tmp_path, restored, capfd):
     (tmp_path / RECORD_NAME).write_text("[{}]")
-    stop = AtStep(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        make_trainer(tmp_path, make_documents(), callbacks=[stop], arguments={"logging_steps": 2}).train()
+    hang_up = AtStep(3, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    with pytest.raises(SystemExit) as status:
+        make_trainer(tmp_path, make_documents(), callbacks=[hang_up], arguments={"logging_steps": 2}).train()
+    assert status.value.code == 129 and "Stopped by SIGHUP after step 3" in capfd.readouterr().err
+    assert find_damage(tmp_path / "checkpoint-3") == []
     state = json.loads((tmp_path / "checkpoint-3/trainer_state.json").read_text())
     assert state["log_history"][-1]["step"] == 2
-    assert "stopped: after step 3: SIGTERM" in (tmp_path / REPORT_NAME).read_text(encoding="utf-8")
+    assert "stopped: after step 3: SIGHUP" in (tmp_path / REPORT_NAME).read_text(encoding="utf-8")
 
 
 def test_under_nohup_a_closed_terminal_does_not_stop_a_run(tmp_path, restored):

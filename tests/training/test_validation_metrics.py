@@ -17,6 +17,7 @@ from hf_pretrain.training.recipe import train_and_evaluate
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from recipes import grpo, pretrain
 from tests.toys import toy_model, write_jsonl
+from tests.training import test_masked_loss_trainer as masked_loss
 
 
 TEXTS = [f"a river under {number} green stones walks by night" for number in range(24)]
@@ -46,17 +47,9 @@ def make_rows(tokenizer) -> list[dict]:
 
 
 def make_trainer(tmp_path, tokenizer, rows, **arguments) -> MaskedLossTrainer:
-    arguments = {"max_steps": 6, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none", **arguments}
-    return MaskedLossTrainer(
-        model=toy_model(vocab_size=310),
-        args=LMTrainingArguments(
-            output_dir=str(tmp_path), bf16=False, use_cpu=True, disable_tqdm=True, logging_steps=1, **arguments
-        ),
-        data_collator=DataCollatorForPackedRows(tokenizer.pad_token_id),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer,
-    )
+    options = {"model": toy_model(vocab_size=310), "processing_class": tokenizer}
+    arguments = {"eval_strategy": "steps", "learning_rate": 1e-2} | arguments
+    return masked_loss.make_trainer(tmp_path, rows, arguments=arguments, **options)
 
 
 def test_bits_per_byte_by_hand(tmp_path, tokenizer):
@@ -86,7 +79,7 @@ def test_a_stream_has_another_order_in_each_epoch(tmp_path, tokenizer):
         rows = datasets.Dataset.from_list(numbered).to_iterable_dataset()
         return rows.shuffle(seed=7, buffer_size=24)
 
-    trainer = make_trainer(tmp_path, tokenizer, stream(), eval_strategy="no", per_device_train_batch_size=8)
+    trainer = make_trainer(tmp_path, tokenizer, stream(), eval_strategy="no")
     trainer.data_collator = collate
     trainer.train()
     expected = []
