@@ -14,7 +14,6 @@ all of them.
 """
 
 import os
-import re
 import shlex
 import shutil
 import tempfile
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
@@ -122,41 +121,8 @@ def push_folder(
     return f"{api.endpoint}/{repo_id}"
 
 
-def newest_pushed_checkpoint(repo_id: str, revision: str | None) -> tuple[str, int, list[str], str]:
-    """
-    Return the folder, step and files of the newest checkpoint in a repository, and the commit that holds them.
-
-    Raises:
-        `ValueError`: if there is none.
-    """
-    # One request returns the files and their commit. Read all of them from it: a push may replace files meanwhile.
-    info = HfApi().model_info(repo_id, revision=revision)
-    files = [sibling.rfilename for sibling in info.siblings or ()]
-    # The step becomes part of a path on this machine, so it must be a plain number.
-    steps = {int(found[1]) for path in files if (found := re.match(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)/", path))}
-    if not steps:
-        raise UserError(
-            f"--resume_from_hub {repo_id}: the repository holds no checkpoint, because it was not pushed with "
-            f"--hub_strategy checkpoint. Start from its weights with --model_name_or_path {repo_id}."
-        )
-    folder = f"{PREFIX_CHECKPOINT_DIR}-{max(steps)}"
-    return folder, max(steps), [path for path in files if path.startswith(f"{folder}/")], info.sha
-
-
-def download_checkpoint(repo_id: str, folder: str, files: list[str], target: Path, revision: str):
-    """
-    Download a checkpoint beside `target` and rename it, so that an interrupted download leaves no incomplete
-    checkpoint.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Download beside the target, because a rename works only within one file system.
-    with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=target.parent) as scratch:
-        snapshot_download(repo_id, allow_patterns=files, revision=revision, local_dir=scratch)
-        os.rename(Path(scratch) / folder, target)
-
-
 def remove_staging(output_dir: str | Path) -> None:
-    """Delete the unfinished pushes and downloads of a killed run. None may be in progress in `output_dir`."""
+    """Delete the unfinished pushes of a killed run. None may be in progress in `output_dir`."""
     for path in Path(output_dir).glob(f"{_STAGING_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 

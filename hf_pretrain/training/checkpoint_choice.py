@@ -1,19 +1,11 @@
-"""Choose the checkpoint that a run resumes from: the newest one, one that the user names, or one on the Hub."""
+"""Choose the checkpoint that a run resumes from: the newest one, or one that the user names."""
 
 import os
 from pathlib import Path
 
-from huggingface_hub.errors import HTTPError
 from transformers.utils import logging
 
-from ..checkpoints.directory import (
-    abandon_later_checkpoints,
-    checkpoint_path,
-    checkpoint_step,
-    newest_checkpoint,
-    verify_checkpoint,
-)
-from ..hub.pushing import describe_error, download_checkpoint, newest_pushed_checkpoint
+from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from .run_directory import RunDirectory
@@ -25,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 def is_resumed(args: LMTrainingArguments) -> bool:
     """Return whether a run may resume from a checkpoint: a flag asks for it, or a launcher has started it again."""
-    return args.resume_from_checkpoint is not None or args.resume_from_hub is not None or _num_restarts() > 0
+    return args.resume_from_checkpoint is not None or _num_restarts() > 0
 
 
 def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
@@ -35,8 +27,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
 
     `--resume_from_checkpoint auto` means the newest intact checkpoint in `output_dir`, if there is one. It is the
     default after a restart by torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to
-    `damaged-checkpoint-*`. `--resume_from_hub` downloads the newest pushed checkpoint, unless one in `output_dir` is
-    as new.
+    `damaged-checkpoint-*`.
 
     Raises:
         `ValueError`: if the named checkpoint does not exist, is damaged, or must be unpickled without
@@ -47,8 +38,6 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
 
 def _choose(args: LMTrainingArguments) -> str | None:
     named, restarts = args.resume_from_checkpoint, _num_restarts()
-    if args.resume_from_hub is not None:
-        named = pull_checkpoint(args)
     if named is None and not restarts:
         RunDirectory(args).check_unused()
         return None
@@ -77,50 +66,6 @@ def _choose(args: LMTrainingArguments) -> str | None:
         # Otherwise `auto` would later resume from the later checkpoints that this resume abandons.
         abandon_later_checkpoints(path)
     return str(path)
-
-
-def pull_checkpoint(args: LMTrainingArguments) -> str:
-    """
-    Download the newest checkpoint of `--resume_from_hub` into `output_dir`, and return its directory. If `output_dir`
-    holds a checkpoint that is as new, return `auto` and download nothing.
-
-    Without `--trust_checkpoint`, download only files that Trainer loads with `weights_only=True`. Shards of DeepSpeed
-    and of torch.distributed.checkpoint are pickles without restrictions.
-    """
-    repo_id = args.resume_from_hub or ""
-    flag = f"--resume_from_hub {repo_id}"
-    if args.resume_from_checkpoint not in (None, "auto"):
-        raise UserError(
-            f"{flag} and --resume_from_checkpoint {args.resume_from_checkpoint} name two checkpoints: leave one out. "
-            "Use --resume_from_checkpoint for a directory on this machine."
-        )
-    if args.deepspeed_plugin is not None and not args.trust_checkpoint:
-        raise UserError(
-            f"{flag}: DeepSpeed unpickles its shards (global_step*/*.pt), which runs whatever code they contain. Add "
-            "--trust_checkpoint if you trust everybody who can write to that repository."
-        )
-    try:
-        folder, step, files, commit = newest_pushed_checkpoint(repo_id, args.hub_revision)
-        local = newest_checkpoint(args.output_dir, unverified=args.allow_inexact_resume)
-        if local is not None and checkpoint_step(local) >= step:
-            return "auto"
-        if not args.trust_checkpoint:
-            # Shards lie in subdirectories of the checkpoint.
-            files = [path for path in files if path.count("/") == 1]
-        state = "global_step" if args.deepspeed_plugin is not None else "optimizer"
-        if not any(path.startswith(f"{folder}/{state}") for path in files):
-            raise UserError(
-                f"{flag}: {folder}/ has no optimizer state that this run can read. It was saved with "
-                "--save_only_model, or under another launcher. Start a new run from its weights: "
-                f"--model_name_or_path {repo_id}."
-            )
-        target = checkpoint_path(args.output_dir, step)
-        download_checkpoint(repo_id, folder, files, target, commit)
-    # NOTE: errors of huggingface_hub's HTTP client are not OSErrors.
-    except (OSError, HTTPError) as error:
-        raise UserError(f"{flag}: {describe_error(error)}") from error
-    logger.warning(f"Resuming from {target} ({repo_id} has step {step}).")
-    return str(target)
 
 
 def _num_restarts() -> int:

@@ -98,7 +98,7 @@ def _check_layout(args: Any, world_size: int) -> None:
     if args.save_on_each_node:
         raise UserError(
             "--save_on_each_node is not supported. Put --output_dir on a disk that all machines share, or push the "
-            "checkpoints with --push_to_hub --hub_strategy checkpoint and resume with --resume_from_hub."
+            "checkpoints with --push_to_hub --hub_strategy checkpoint and download them before a resume."
         )
 
 

@@ -53,7 +53,7 @@ def begin_run(
         streaming (`bool`): whether the training data are streamed.
 
     Returns:
-        `str`: the checkpoint directory to resume from, downloaded first with `--resume_from_hub`; `None` for new runs.
+        `str`: the checkpoint directory to resume from; `None` for new runs.
 
     Raises:
         `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of

@@ -74,9 +74,6 @@ class LMTrainingArguments(TrainingArguments):
             "help": "Processes that read the batches of a rank; by default 2 on NVIDIA GPUs, and 0 for streams."
         },
     )
-    resume_from_hub: str | None = field(
-        default=None, metadata={"help": "Resume from the newest checkpoint pushed to this Hub id."}
-    )
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={"help": "Checkpoint to resume from; auto takes the newest intact one, or starts a new run."},

@@ -23,7 +23,6 @@ def arguments(output_dir, resume=None, allow_inexact_resume=False):
     return SimpleNamespace(
         output_dir=str(output_dir),
         resume_from_checkpoint=resume,
-        resume_from_hub=None,
         allow_inexact_resume=allow_inexact_resume,
         deepspeed_plugin=None,
         trust_checkpoint=False,

@@ -17,16 +17,13 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.hub import pushing as hub
 from hf_pretrain.model.configuration_minimind import CODE_FILES
-from hf_pretrain.training.checkpoint_choice import pull_checkpoint
-from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.weight_files import resolve
 from tests.faults.driving import wait_for
 from tests.hub_server import TOKEN, HubServer, Repo
-from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
+from tests.invariants.launching import BIN, ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
 from tests.weights.test_conversion import GOLDEN
 
@@ -63,22 +60,18 @@ def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedP
 
 
 @pytest.fixture
-def publish(server, monkeypatch, tmp_path) -> Callable[..., LMTrainingArguments]:
-    """Put a repository on this process's Hub, and return the arguments of a run that resumes from it."""
+def publish(server, monkeypatch, tmp_path) -> Callable[..., None]:
+    """Return a function that puts a repository on this process's Hub."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
-    def publish_files(name: str, files: dict[str, str | bytes], **arguments) -> LMTrainingArguments:
+    def publish_files(name: str, files: dict[str, str | bytes]) -> None:
         server.repos[f"user/{name}"] = Repo(private=False)
         encoded = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
         server.repos[f"user/{name}"].commit("all", encoded)
-        output_dir = str(tmp_path / "runs" / name / "run")
-        return LMTrainingArguments(
-            output_dir=output_dir, resume_from_hub=f"user/{name}", use_cpu=True, bf16=False, **arguments
-        )
 
     return publish_files
 
@@ -156,7 +149,7 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_zero2_checkpoints_travel(run, server, tmp_path):
-    """Push DeepSpeed's shards of both ranks, and resume from them."""
+    """Push DeepSpeed's shards of both ranks."""
     zero2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), "--save_strategy", "steps", "--save_steps", "1"]
     pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
     result = run(*zero2, *pushing, *CONSTANT, launcher="deepspeed")
@@ -169,15 +162,6 @@ def test_zero2_checkpoints_travel(run, server, tmp_path):
     assert sum("optim_states" in path for path in shards) == 2
     assert not [path for path in files_of(server) if path.startswith("zero_to")]
     assert "deepspeed, DeepSpeed ZeRO-2" in server.repos["user/toy"].files["README.md"].decode()
-    more = ["--max_steps", "3", "--resume_from_hub", "user/toy", "--trust_checkpoint"]
-    result = run(*zero2, *CONSTANT, *more, launcher="deepspeed", output_dir="second")
-    assert result.returncode == 0, result.stdout[-4000:]
-    # The ranks of a machine download a checkpoint once.
-    downloads = [
-        request.path for request in server.requests if request.method == "GET" and "/resolve/" in request.path
-    ]
-    assert len([path for path in downloads if "mp_rank_00_model_states" in path]) == 1
-    assert json.loads((tmp_path / "second/trainer_state.json").read_text())["global_step"] == 3
 
 
 @pytest.mark.distributed
@@ -248,57 +232,18 @@ def test_a_run_resumes_from_the_hub(run, server, tmp_path):
     assert run("--max_steps", "4", *saving, output_dir="whole").returncode == 0
     pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
     assert run("--max_steps", "2", *saving, *pushing, output_dir="first").returncode == 0
-    result = run("--max_steps", "4", *saving, "--resume_from_hub", "user/toy", output_dir="second")
+    (repo,) = server.repos.values()
+    for name in (name for name in repo.files if name.startswith("checkpoint-")):
+        (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "second" / name).write_bytes(repo.files[name])
+    # A kill in the middle of a push leaves such a directory.
+    (tmp_path / "second/.hub-old/checkpoint-2").mkdir(parents=True)
+    result = run("--max_steps", "4", *saving, "--resume_from_checkpoint", "auto", output_dir="second")
     assert result.returncode == 0, result.stdout[-4000:]
-    assert "Resuming from" in result.stdout and "checkpoint-2 (user/toy has step 2)" in result.stdout
+    assert "Resuming from" in result.stdout and "checkpoint-2." in result.stdout
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
-    # Resume again with newer local checkpoints, and after a kill in the middle of a push.
-    (tmp_path / "second/.hub-old/checkpoint-2").mkdir(parents=True)
-    result = run("--max_steps", "6", *saving, "--resume_from_hub", "user/toy", output_dir="second")
-    assert "second/checkpoint-4." in result.stdout and result.returncode == 0
     assert not list((tmp_path / "second").glob(".hub-*"))
-
-
-STATE = {"checkpoint-5/trainer_state.json": '{"global_step": 5}'}
-
-
-def test_pickled_files_need_trust_checkpoint(publish, tmp_path):
-    shards = {
-        "checkpoint-5/global_step5/mp_rank_00_model_states.pt": "",
-        "checkpoint-5/optimizer_0/.metadata": "",
-    }
-    args = publish("toy", STATE | shards | {"checkpoint-5/optimizer.pt": ""})
-    names = {path.name for path in Path(pull_checkpoint(args)).rglob("*")}
-    assert names == {"trainer_state.json", "optimizer.pt"}
-
-    for trust_checkpoint in (False, True):
-        args = publish(f"zero-{trust_checkpoint}", STATE | shards, trust_checkpoint=trust_checkpoint)
-        args.deepspeed_plugin = object()  # --deepspeed and accelerate set this
-        if trust_checkpoint:
-            assert Path(pull_checkpoint(args), "global_step5").is_dir()
-        else:
-            with pytest.raises(ValueError, match="DeepSpeed unpickles .* Add --trust_checkpoint"):
-                pull_checkpoint(args)
-            assert not Path(args.output_dir).exists()
-
-
-def test_a_checkpoint_that_cannot_be_resumed_is_named(publish):
-    with pytest.raises(ValueError, match="holds no checkpoint"):
-        pull_checkpoint(publish("empty", {"config.json": "{}"}))
-    args = publish("toy", STATE)
-    args.resume_from_hub = "user/nothing"
-    with pytest.raises(ValueError, match="Repository Not Found"):
-        pull_checkpoint(args)
-    with pytest.raises(ValueError, match="name two checkpoints: leave one out"):
-        pull_checkpoint(publish("two", STATE, resume_from_checkpoint="out/checkpoint-1"))
-    weights = {"checkpoint-5/model.safetensors": "", "checkpoint-5/scheduler.pt": ""}
-    args = publish("toy", STATE | weights)
-    with pytest.raises(ValueError, match="checkpoint-5/ has no optimizer state .* --model_name_or_path user/toy"):
-        pull_checkpoint(args)
-    shards = {"checkpoint-5/global_step5/a.pt": ""}
-    with pytest.raises(ValueError, match="under another launcher"):
-        pull_checkpoint(publish("zero", STATE | shards, trust_checkpoint=True))
 
 
 def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, server, input_ids):
@@ -329,21 +274,6 @@ def test_a_conversion_downloads_one_format_and_no_checkpoints(publish):
     others = {"pytorch_model.bin": "c", "optimizer.bin": "d", "checkpoint-1/model.safetensors": "e"}
     publish("formats", {"config.json": "{}"} | shards | others)
     assert {path.name for path in resolve("user/formats").iterdir()} == {"config.json", *shards}
-
-
-def test_a_push_during_the_download_mixes_no_checkpoints(publish, server, monkeypatch):
-    args = publish("toy", STATE | {"checkpoint-5/optimizer.pt": "of step 5"})
-    download = hub.snapshot_download
-
-    def download_after_a_push(*words, **options):
-        newer = {"checkpoint-9/trainer_state.json": b'{"global_step": 9}', "checkpoint-9/optimizer.pt": b"of 9"}
-        server.repos["user/toy"].commit("newer", newer)
-        return download(*words, **options)
-
-    monkeypatch.setattr(hub, "snapshot_download", download_after_a_push)
-    checkpoint = Path(pull_checkpoint(args))
-    assert checkpoint.name == "checkpoint-5"
-    assert (checkpoint / "optimizer.pt").read_text() == "of step 5"
 
 
 @pytest.mark.slow
@@ -430,28 +360,30 @@ def test_conversions_are_pushed(server, environment, tmp_path):
 def test_the_commands_of_the_documentation(workspace, server, environment, tmp_path):  # noqa: F811
     """Run the documented conversion and Hub commands on toy weights, in the directories that they name."""
     pages = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("weights", "hub"))
-    lines = [
-        line.split("  #")[0] for line in pages.splitlines() if line.startswith(("hf-pretrain c", "hf-pretrain p"))
-    ]
+    starts = ("hf-pretrain c", "hf-pretrain p", "hf download")
+    lines = [line.split("  #")[0] for line in pages.splitlines() if line.startswith(starts)]
     # The commands with MiniMind's LoRA files need more files than these.
     commands = [line for line in lines if "lora" not in line]
-    assert len(commands) == 6
+    assert len(commands) == 7
     shutil.copytree(workspace / "toy", tmp_path / "out/pretrain-tiny")
     export(load_upstream(workspace / "toy"), tmp_path / "upstream", "upstream")
     shutil.move(tmp_path / "upstream/full_sft_32.pth", tmp_path / "full_sft_512.pth")
     shutil.copytree(workspace / "toy", tmp_path / "minimind/model")
     for command in commands:
-        _, stage, *words = shlex.split(command)
+        program, stage, *words = shlex.split(command.replace("me/mine", "user/mine"))
+        if program == "hf":
+            result = start([str(BIN / "hf"), stage, *words], cwd=tmp_path, **environment)
+            assert result.returncode == 0, result.stdout
+            continue
         words = [word.replace("num_attention_heads=8", "num_attention_heads=4") for word in words]
         if stage == "pretrain":
-            steps = "4" if "--resume_from_hub" in words else "2"
-            words += ["--output_dir", f"out/{steps}", *toy_arguments(workspace, "")[:-2], "--max_steps", steps]
+            steps = "4" if "--resume_from_checkpoint" in words else "2"
+            words += [*toy_arguments(workspace, "")[:-2], "--max_steps", steps]
             # Under another schedule, the learning rates depend on the number of steps.
             words += ["--save_strategy", "steps", "--save_steps", "2", "--lr_scheduler_type", "constant"]
-        words = [word.replace("me/mine", "user/mine") for word in words]
         shutil.rmtree(tmp_path / "out/llama", ignore_errors=True)
         result = start([sys.executable, f"{ROOT}/recipes/{stage}.py", *words], cwd=tmp_path, **environment)
         assert result.returncode == 0, f"{command}: {result.stdout[-3000:]}"
-    assert json.loads((tmp_path / "out/4/trainer_state.json").read_text())["global_step"] == 4
+    assert json.loads((tmp_path / "out/again/trainer_state.json").read_text())["global_step"] == 4
     assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
     assert "model.safetensors" in files_of(server, "user/mine-llama")
