@@ -34,7 +34,7 @@ from hf_pretrain.stages.evaluation import (
 )
 from hf_pretrain.stages.position_losses import measure_positions
 from hf_pretrain.stages.terminal_chat import is_base_model
-from hf_pretrain.training.answer_measures import measure_answers
+from hf_pretrain.training.callbacks import measure_answers
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.models import ModelArguments, load_model
 

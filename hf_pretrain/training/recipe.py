@@ -19,11 +19,9 @@ from ..runtime.signals import watch_launcher
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
-from .answer_measures import AnswerMeasures
 from .base_trainer import RunTrainer
 from .budgets import BUDGETS, apply_token_budget
-from .callbacks import LogLinesCallback, ProfilerCallback, ProgressBarCallback, SampleCallback
-from .checkpoint_choice import checkpoint_to_resume, is_resumed
+from .callbacks import AnswerMeasures, LogLinesCallback, ProfilerCallback, ProgressBarCallback, SampleCallback
 from .dry_run import begin_dry_run, format_plan
 from .end_report import (
     format_report,
@@ -35,7 +33,7 @@ from .end_report import (
     write_run_page,
 )
 from .micro_batch import fit_micro_batch
-from .run_directory import RunDirectory, now
+from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, complete_learning_rate
 
@@ -57,7 +55,7 @@ def begin_run(
 
     Raises:
         `ValueError`: for a stream without `--max_steps`, if another run writes into `output_dir`, and in the cases of
-            [`~training.checkpoint_choice.checkpoint_to_resume`].
+            [`~training.run_directory.checkpoint_to_resume`].
     """
     training_args.other_arguments = (model_args, *others)
     _check_arguments(training_args, training_args.other_arguments, streaming=streaming)

@@ -13,8 +13,8 @@ from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.checkpoint_choice import checkpoint_to_resume
 from hf_pretrain.training.resume_check import describe_data
+from hf_pretrain.training.run_directory import checkpoint_to_resume
 from tests.toys import write_jsonl
 from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
