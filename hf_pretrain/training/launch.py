@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..runtime.progress import is_main
 from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 
@@ -51,8 +50,7 @@ def take_launchers_precision(args: Any) -> None:
 
 def check_launch(args: Any) -> None:
     """
-    Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group. Warn
-    about DeepSpeed's launcher without DeepSpeed.
+    Raise `UserError` for mistakes in the launch command, before the ranks wait for each other in a process group.
     """
     names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
     for name in names:
@@ -64,11 +62,6 @@ def check_launch(args: Any) -> None:
             )
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
-    if launcher() == "deepspeed" and not args.deepspeed and is_main():
-        logger.warning(
-            "The deepspeed launcher runs without --deepspeed, so this run is plain data parallel. For ZeRO, pass a "
-            "config, such as --deepspeed ds_configs/zero2.json."
-        )
     if args.deepspeed and "RANK" not in os.environ:
         # Without the environment variables of a launcher, DeepSpeed would look for MPI.
         raise UserError(

@@ -41,7 +41,7 @@ _NOT_COMPARED = (
         "num_generations_eval",
         "num_completions_to_print",
     ),
-    *("resume_from_*", "allow_inexact_resume", "trust_*"),
+    *("resume_from_*", "allow_inexact_resume"),
     # Processes, devices and kernels. They change at most the rounding.
     *("local_rank", "use_cpu", "num_proc", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory"),
     *("ddp_*", "vllm_server_*", "torch_compile*", "activation_*", "gradient_checkpointing*", "attn_implementation"),

@@ -176,8 +176,8 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     `damaged-checkpoint-*`.
 
     Raises:
-        `ValueError`: if the named checkpoint does not exist, is damaged, or must be unpickled without
-            `--trust_checkpoint`; or if a new run would start in an `output_dir` that holds files.
+        `ValueError`: if the named checkpoint does not exist, is damaged, or has pickled shards and lies elsewhere; or
+            if a new run would start in an `output_dir` that holds files.
     """
     return on_main_process(args, lambda: _choose(args))
 
@@ -201,11 +201,11 @@ def _choose(args: LMTrainingArguments) -> str | None:
     path = Path(str(named))
     is_own = Path(args.output_dir).resolve() == path.resolve().parent
     is_pickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
-    if is_pickled and not is_own and not args.trust_checkpoint:
+    if is_pickled and not is_own:
         raise UserError(
             f"--resume_from_checkpoint {path} lies outside --output_dir {args.output_dir}, and its shards "
             "(DeepSpeed's global_step*/*.pt, torch's .metadata) are pickles: loading them runs whatever code they "
-            "contain. Add --trust_checkpoint if you know who wrote them."
+            "contain. If you know who wrote them, move the checkpoint into --output_dir."
         )
     verify_checkpoint(path, unverified=args.allow_inexact_resume)
     if is_own:

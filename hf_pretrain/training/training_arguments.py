@@ -79,9 +79,6 @@ class LMTrainingArguments(TrainingArguments):
         metadata={"help": "Checkpoint to resume from; auto takes the newest intact one, or starts a new run."},
     )
     allow_inexact_resume: bool = field(default=False, metadata={"help": "Resume although settings or data differ."})
-    trust_checkpoint: bool = field(
-        default=False, metadata={"help": "Unpickle shards that the run did not write. They can run code."}
-    )
     # The stages after pretraining use adamw.
     default_optim_preset: ClassVar[str] = "muon"
     optim_preset: str | None = field(

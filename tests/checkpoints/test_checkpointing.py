@@ -25,7 +25,6 @@ def arguments(output_dir, resume=None, allow_inexact_resume=False):
         resume_from_checkpoint=resume,
         allow_inexact_resume=allow_inexact_resume,
         deepspeed_plugin=None,
-        trust_checkpoint=False,
         process_index=0,
         world_size=1,
     )
@@ -116,22 +115,20 @@ def test_a_checkpoint_without_a_manifest_needs_allow_inexact_resume(tmp_path):
         assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
 
 
-def test_shards_from_elsewhere_need_trust_checkpoint(tmp_path):
+def test_shards_from_elsewhere_are_refused(tmp_path):
     path = make_checkpoint(tmp_path / "other", 10)
     args = arguments(tmp_path / "run", path)
     assert checkpoint_to_resume(args) == path
     args.deepspeed_plugin = object()
-    with pytest.raises(ValueError, match="outside --output_dir.*runs whatever code.*--trust_checkpoint"):
+    with pytest.raises(ValueError, match="outside --output_dir.*runs whatever code.*move the checkpoint"):
         checkpoint_to_resume(args)
-    args.trust_checkpoint = True
-    assert checkpoint_to_resume(args) == path
     own = arguments(tmp_path / "other", path)
     own.deepspeed_plugin = object()
     assert checkpoint_to_resume(own) == path
     # Shards of torch are pickles, too.
     os.mkdir(f"{path}/pytorch_model_fsdp_0")
     open(f"{path}/pytorch_model_fsdp_0/.metadata", "w").close()
-    with pytest.raises(ValueError, match="outside --output_dir.*--trust_checkpoint"):
+    with pytest.raises(ValueError, match="outside --output_dir.*move the checkpoint"):
         checkpoint_to_resume(arguments(tmp_path / "run", path))
 
 

@@ -65,7 +65,7 @@ def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path):
         torch.save(Hostile(planted), shard)
     words = command(workspace, tmp_path / "run", *zero(2), launcher="deepspeed")
     words += ["--resume_from_checkpoint", str(checkpoint)]
-    refuses(words, planted, "Add --trust_checkpoint")
+    refuses(words, planted, "move the checkpoint into --output_dir")
 
 
 @pytest.mark.faults

@@ -144,14 +144,6 @@ def test_settings_of_accelerate_launch_are_done_or_refused(tmp_path, monkeypatch
         parse(tmp_path, "--use_cpu", *words)
 
 
-def test_the_launcher_of_deepspeed_without_its_config_warns(tmp_path, monkeypatch, caplog):
-    parse(tmp_path, "--use_cpu")
-    assert "plain data parallel" not in caplog.text
-    monkeypatch.setenv("CROSS_SIZE", "1")
-    parse(tmp_path, "--use_cpu")
-    assert "without --deepspeed, so this run is plain data parallel" in caplog.text
-
-
 @pytest.mark.parametrize("asked", ["bf16", "no"])
 @pytest.mark.parametrize("has_units", [True, False])
 def test_accelerate_launch_chooses_the_precision_and_the_cpu(tmp_path, monkeypatch, asked, has_units):
