@@ -47,12 +47,7 @@ def load_optimizer(directory: str | Path, model: nn.Module, optimizer: torch.opt
         for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
     )
     scheduler.load_state_dict(schedule)
-    if state["state"]:
-        set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-        return
-    # NOTE: torch cannot find the device of an optimizer without state (SGD). Only its learning rates need restoring.
-    for group, learning_rate in zip(optimizer.param_groups, schedule["_last_lr"], strict=True):
-        group["lr"] = learning_rate
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
 def load_weights(directory: str | Path, model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,15 +86,13 @@ def format_plan(trainer: Any) -> str:
     times = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
     # The first step also compiles.
     seconds = fmean(times[1:] or times)
+    duration = timedelta(seconds=round(seconds * num_steps))
     tokens = state.num_input_tokens_seen / state.global_step * num_steps
     lines += [
         ("Tokens", f"about {tokens:,.0f}, {tokens / number:.3g} per parameter"),
         ("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"),
         ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device))),
-        (
-            "Time",
-            f"{seconds:.3g} s per step, {_format_duration(seconds * num_steps)} of training, without evaluations",
-        ),
+        ("Time", f"{seconds:.3g} s per step, {duration} of training, without evaluations"),
         ("Disk", _describe_disk(trainer)),
         ("Files", f"{args.planned_dir}: model, checkpoints, run.json, report.html"),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
@@ -142,10 +141,3 @@ def _describe_disk(trainer: Any) -> str:
         directory = directory.parent
     free = shutil.disk_usage(directory).free
     return f"{size / 1e6:,.0f} MB per checkpoint, {args.save_total_limit or 'all'} kept, of {free / 1e9:,.0f} GB free"
-
-
-def _format_duration(seconds: float) -> str:
-    """Return seconds as text with a fitting unit."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
