@@ -5,10 +5,9 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from datasets import Dataset
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
@@ -158,41 +157,27 @@ class ProfilerCallback(TrainerCallback):
     https://ui.perfetto.dev shows the files.
 
     Args:
-        interval (`int`): steps per trace, at least 2: one for the profiler's warm-up and one that is traced.
+        interval (`int`): steps per trace, at least 2.
     """
 
     def __init__(self, interval: int):
         self.interval = interval
-        self._profiler: Any = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._is_over = False
-        directory = Path(args.output_dir, "profile")
-        directory.mkdir(parents=True, exist_ok=True)
-        is_cuda = args.device.type == "cuda"
-
-        def write(profiler: Any) -> None:
-            if self._is_over:
-                # `stop` also calls this function, for the unfinished step after the last one.
-                return
-            profiler.export_chrome_trace(str(directory / f"step-{state.global_step}-rank-{args.process_index}.json"))
-            if args.process_index == 0:
-                key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
-                print(profiler.key_averages().table(sort_by=key, row_limit=10, max_name_column_width=60))
-
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
-            # The profiler starts slowly, so one step of warm-up comes before the traced one.
-            schedule=schedule(wait=self.interval - 2, warmup=1, active=1),
-            on_trace_ready=write,
-            profile_memory=True,
-            record_shapes=True,
-        )
-        self._profiler.start()
+        self._profiler: profile | None = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._profiler.step()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._is_over = True
-        self._profiler.stop()
+        is_cuda = args.device.type == "cuda"
+        if self._profiler is not None:
+            self._profiler.stop()
+            directory = Path(args.output_dir, "profile")
+            directory.mkdir(parents=True, exist_ok=True)
+            name = f"step-{state.global_step}-rank-{args.process_index}.json"
+            self._profiler.export_chrome_trace(str(directory / name))
+            if args.process_index == 0:
+                key = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+                print(self._profiler.key_averages().table(sort_by=key, row_limit=10, max_name_column_width=60))
+            self._profiler = None
+        # A step begins with its data.
+        if (state.global_step + 1) % self.interval == 0 and state.global_step < state.max_steps:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+            self._profiler = profile(activities=activities, profile_memory=True, record_shapes=True)
+            self._profiler.start()
