@@ -99,10 +99,10 @@ class Setting:
     @cached_property
     def concatenated_rows(self) -> Dataset:
         """Rows in the style of transformers' `run_clm.py`: all documents concatenated, and cut into full rows."""
-        rows, _ = prepare_rows(self.documents, self.tokenizer, max_length=self.max_length, packing_strategy="wrapped")
-        # The last row is not full, and default_data_collator does not pad.
-        rows = rows.select(range(len(rows) - 1)).remove_columns("seq_lengths")
-        return rows.map(lambda batch: {"labels": batch["input_ids"]}, batched=True)
+        ids = [token for document in self.tokenized_documents["input_ids"][:] for token in document]
+        # Without the last row, which is not full: default_data_collator does not pad.
+        rows = [ids[i : i + self.max_length] for i in range(0, len(ids) - self.max_length + 1, self.max_length)]
+        return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
     @cached_property
     def tokenized_documents(self) -> Dataset:

@@ -11,7 +11,7 @@ Inspect data before training, or clean them.
 Names are those of `--dataset_name`: embedded[:part], files, globs, directories, files on the Hub, and whole datasets
 owner/name[:config][@revision] on the Hub. The command reads the split `train` of a Hub dataset, as training does.
 
-`inspect` prints the number of records and bad lines, the lengths in tokens, the shares of duplicates and languages,
+`inspect` prints the number of records and bad lines, the lengths in tokens, the share of duplicates,
 some records as the model sees them, and the size of the model that the data suffice for.
 
 `clean` drops bad lines, short and repetitive records, exact and near duplicates, and records that share 60 characters

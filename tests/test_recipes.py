@@ -210,7 +210,7 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
 
 # The flags of each stage beside those of `toy_arguments`, and the lines that only this stage prints.
 FLAGS_AND_LINES = {
-    "pretrain": ("--packing wrapped --streaming true", [r"(Training|Validation): .*"]),
+    "pretrain": ("--streaming true", [r"(Training|Validation): .*"]),
     "sft": ("--dataset_name chats.jsonl", [r"(Training|Validation): .* tokens count in the loss.*"]),
     "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
     "dpo": (

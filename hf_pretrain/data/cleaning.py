@@ -19,7 +19,7 @@ from ..runtime.errors import UserError, needing_extra
 from ..runtime.progress import progress
 from ..runtime.writing import check_output, written_whole
 from .formats import BadRecord, check_values, write_json
-from .records import Record, list_sources, plain_text, read_records
+from .records import Record, plain_text, read_records
 
 
 # Length of a shingle in characters. The similarity of two texts is the Jaccard index of their sets of shingles.
@@ -222,8 +222,7 @@ def clean_data(
         for file in (path, dropped_path):
             if file.exists():
                 raise UserError(f"{file} exists. Choose another --output, or delete this file.")
-        sources, held_out_sources = list_sources(names), list_sources(held_out or [])
-        texts = held_out_texts(read_records(held_out_sources, text_column=text_column))
+        texts = held_out_texts(read_records(held_out or [], text_column=text_column))
         finder = OverlapFinder(itertools.chain(texts, more_held_out))
         num_kept, reasons = 0, Counter[str]()
         with (
@@ -231,7 +230,7 @@ def clean_data(
             (scratch / dropped_path.name).open("w", encoding="utf-8") as dropped,
             progress("cleaning") as bar,
         ):
-            records = read_records(sources, text_column=text_column)
+            records = read_records(names, text_column=text_column)
             limits: dict[str, Any] = {"min_chars": min_chars, "near_duplicates": near_duplicates}
             for record, line, reason in clean_records(records, finder, **limits):
                 bar.update()

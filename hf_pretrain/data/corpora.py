@@ -11,19 +11,16 @@ This module reads the data files without importing the packages. The documents o
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import yaml
 
 from ..runtime.errors import MissingExtraError, install_command
-
-
-T = TypeVar("T")
 
 
 class EmbeddedDocument(NamedTuple):
@@ -147,10 +144,12 @@ def load_embedded(part: str, *, schema: str = "text") -> Iterator[dict[str, Any]
         `ImportError`: if the package that holds it is not installed.
     """
     if schema == "text":
-        for document in _unique(_read(part), lambda document: document.text):
-            yield {"text": document.text, "origin": document.turns[0]}
+        origins: dict[str, str] = {}
+        for document in _read(part):
+            origins.setdefault(document.text, document.turns[0])
+        yield from ({"text": text, "origin": origin} for text, origin in origins.items())
         return
-    conversations = _unique(_conversations(part), tuple)
+    conversations = dict.fromkeys(map(tuple, _conversations(part)))
     if schema == "preference":
         # Random replies come from all corpora.
         everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
@@ -175,21 +174,12 @@ def _conversations(part: str) -> Iterator[list[str]]:
             yield turns[:end]
 
 
-def _unique(values: Iterable[T], key: Callable[[T], Any]) -> Iterator[T]:
-    """Yield the values whose key equals no earlier one."""
-    seen = set()
-    for value in values:
-        if key(value) not in seen:
-            seen.add(key(value))
-            yield value
-
-
-def _alternate(turns: list[str]) -> list[dict[str, str]]:
+def _alternate(turns: Sequence[str]) -> list[dict[str, str]]:
     """Return turns as messages, the first one from the user, the second from the assistant, and so on."""
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
-def _prefer(conversations: Iterable[list[str]], others: list[list[str]]) -> Iterator[dict[str, Any]]:
+def _prefer(conversations: Iterable[Sequence[str]], others: list[list[str]]) -> Iterator[dict[str, Any]]:
     """Yield preferences of the real reply over a random one. The random replies are the same in every run."""
     generator = random.Random(0)
     for turns in conversations:

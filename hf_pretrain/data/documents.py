@@ -82,8 +82,7 @@ def load_documents(
             Without weights, the datasets are concatenated. The validation set never repeats documents.
         streaming (`bool`, defaults to `False`): read the data while training. The validation set then comes from the
             first 50,000 documents of each name. The run does not train on later documents with such a hash either.
-        validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none, and
-            1 for all in an evaluation.
+        validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none.
         train_fraction (`float`, defaults to 1.0): share of the remaining documents in the training set, chosen by the
             same hash. The validation set stays the same.
         seed (`int`, defaults to 42): seed of the mixture.
@@ -103,7 +102,7 @@ def load_documents(
             an argument is out of range.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    _check_arguments(dataset_names, weights, validation_fraction, train_fraction, is_evaluation)
+    _check_arguments(dataset_names, weights, validation_fraction, train_fraction)
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
     column = text_column if schema == "text" else None
@@ -140,10 +139,12 @@ def _read_heads(
         `ValueError`: if a name leads to no document, or if too many lines are bad.
     """
     # The run reads these documents again: training filters the whole stream by the same hash.
-    heads = [_in_memory(part.take(scan)) if isinstance(part, IterableDataset) else part for part in parts]
-    for name, head in zip(names, heads, strict=True):
+    heads = []
+    for name, part in zip(names, parts, strict=True):
+        head = list(part.take(scan)) if isinstance(part, IterableDataset) else part
         if len(head) == 0:
             raise UserError(f"{name} holds no document to train on.{rejected.describe()}")
+        heads.append(Dataset.from_list(head, DOCUMENT_FEATURES) if isinstance(head, list) else head)
     rejected.check_ratio()
     return heads
 
@@ -153,7 +154,6 @@ def _check_arguments(
     weights: list[float] | None,
     validation_fraction: float,
     train_fraction: float,
-    is_evaluation: bool,
 ) -> None:
     """Raise `ValueError` for arguments of [`load_documents`] that are out of range."""
     if weights is not None and not (
@@ -162,8 +162,11 @@ def _check_arguments(
         raise UserError(
             f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each dataset name."
         )
-    if not 0 <= validation_fraction <= 1 or (validation_fraction == 1 and not is_evaluation):
-        raise UserError(f"validation_fraction={validation_fraction} must be at least 0 and below 1; 1 to evaluate.")
+    if not 0 <= validation_fraction < 1:
+        raise UserError(
+            f"validation_fraction={validation_fraction} must be at least 0 and below 1. To evaluate on all data, pass "
+            "--eval_dataset_name."
+        )
     if not 0 < train_fraction <= 1:
         raise UserError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
 
@@ -336,13 +339,6 @@ def _keep_documents(rows: Dataset | IterableDataset, rejected: RejectedLines) ->
     documents = rows.select_columns(list(DOCUMENT_FEATURES))
     # A selection reads through a table of indices, which is slower. Data without bad lines do not need one.
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
-
-
-def _in_memory(documents: IterableDataset) -> Dataset:
-    """Read a stream of documents into memory."""
-    taken = list(documents)
-    columns = {name: [document[name] for document in taken] for name in DOCUMENT_FEATURES}
-    return Dataset.from_dict(columns, features=DOCUMENT_FEATURES)
 
 
 def split_documents(

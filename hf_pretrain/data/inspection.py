@@ -14,16 +14,13 @@ from ..tokenizer.chat_template import mark_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
-from .cleaning import NEAR_DUPLICATES, DuplicateFinder, digest
+from .cleaning import digest
 from .encoding import encode_conversation
-from .records import Record, list_sources, plain_text, read_records
+from .records import Record, plain_text, read_records
 
 
 # The slow figures come from a random sample of this many records.
 SAMPLE_SIZE = 5_000
-# A sample rarely holds both records of a near duplicate, so the search takes the first records. It needs 2 to 6 ms per
-# record.
-NUM_SEARCHED = 20_000
 _PERCENTILES = (1, 10, 50, 90, 99, 100)
 _MAX_REASONS = 10
 # Compute-optimal number of tokens per parameter (Chinchilla, https://huggingface.co/papers/2203.15556).
@@ -42,7 +39,6 @@ class Survey:
         kinds (`Counter`): number of records that can be trained on, by kind: `text`, `conversation` or `preference`.
         num_bytes (`int`): UTF-8 bytes of their plain texts. For a preference, they do not include the rejected answer.
         num_duplicates (`int`): number of records that equal an earlier one.
-        num_near_duplicates (`int`): number of near duplicates among the first `NUM_SEARCHED` records.
         reasons (`Counter`): number of bad lines for each reason.
         sample (`list[Record]`): up to `SAMPLE_SIZE` records, drawn at random.
     """
@@ -50,7 +46,6 @@ class Survey:
     kinds: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     num_duplicates: int = 0
-    num_near_duplicates: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     sample: list[Record] = field(default_factory=list)
 
@@ -83,7 +78,7 @@ def inspect_data(
     """
     if max_length < 2:
         raise UserError(f"--max_length {max_length} must be at least 2.")
-    survey = survey_records(read_records(list_sources(names), text_column=text_column))
+    survey = survey_records(read_records(names, text_column=text_column))
     if not survey.sample:
         reasons = "; ".join(survey.reasons) or "there are none"
         raise UserError(f"No record of {', '.join(names)} can be trained on: {reasons}. Correct the data.")
@@ -103,23 +98,18 @@ def inspect_data(
     return "\n".join(lines)
 
 
-def survey_records(records: Iterable[Record], *, seed: int = 0) -> Survey:
+def survey_records(records: Iterable[Record]) -> Survey:
     """
     Count records, and draw a sample in which each record is equally likely (reservoir sampling).
-
-    Raises:
-        `ImportError`: if datasketch is not installed.
     """
-    survey, generator = Survey(), random.Random(seed)
+    survey, generator = Survey(), random.Random(0)
     announce("reading")
-    digests, finder = set[bytes](), DuplicateFinder(NEAR_DUPLICATES)
+    digests = set[bytes]()
     for record in records:
         if record.reason:
             survey.reasons[record.reason] += 1
             continue
         survey.kinds[record.schema] += 1
-        if survey.num_records <= NUM_SEARCHED:
-            survey.num_near_duplicates += finder.add(record.text, plain_text(record)) == "near duplicate"
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
         digests.add(digest(record.text))
         if len(survey.sample) < SAMPLE_SIZE:
@@ -162,7 +152,6 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(rendered, skip_special_tokens=True))
     tokens = int(lengths.mean() * survey.num_records)
     places = ", ".join(f"{percentile}%: {np.percentile(lengths, percentile):,.0f}" for percentile in _PERCENTILES)
-    num_searched = min(survey.num_records, NUM_SEARCHED)
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
     return [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
@@ -172,7 +161,6 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         ("Tokens per record", places),
         ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),
         ("Exact duplicates", f"{survey.num_duplicates / survey.num_records:.1%} of the records"),
-        ("Near duplicates", f"{survey.num_near_duplicates / num_searched:.1%} of the first {num_searched:,} records"),
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
         (
             "Model size",

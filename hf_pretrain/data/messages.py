@@ -4,6 +4,7 @@ Read messages, tools and tool calls in the forms of OpenAI, ShareGPT and MiniMin
 `data/conversations.py` describes the internal form.
 """
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -50,37 +51,30 @@ def read_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None]:
-    """Return messages from a list of messages, one message, or a text: one message with the given role."""
-    value = messages_in(value, name)
-    return ([make_message(role, as_text(value, name))], None) if isinstance(value, str) else read_messages(value, name)
-
-
-def messages_in(value: Any, name: str) -> Any:
     """
-    Return the list of messages that a value holds: one message, or JSON text of messages. Return other values as is.
+    Return the messages of a part of a conversation, and the tools that one of them holds.
 
     Args:
-        value (`Any`): a parsed value.
+        value (`Any`): a list of messages, one message, the JSON text of either, or a text: one message.
         name (`str`): name of the column in reasons.
+        role (`str`): role of a text.
 
     Raises:
-        `BadRecord`: for a list of messages as Python prints it.
+        `BadRecord`: for a list of messages as Python prints it, and in the cases of [`read_messages`].
     """
-    parsed = value
+    messages = value
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         if _PRINTED_MESSAGES.match(value):
             raise BadRecord(f"{name!r} holds messages as Python prints them; write them as JSON (`json.dumps`)")
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            # Plain text may begin with a bracket.
-            return value
-    messages = [parsed] if isinstance(parsed, dict) else parsed
+        # Plain text may begin with a bracket.
+        with contextlib.suppress(ValueError, RecursionError):
+            messages = json.loads(value)
+    messages = [messages] if isinstance(messages, dict) else messages
     # An answer may be JSON, too.
-    if messages and isinstance(messages, list) and all(map(_is_message, messages)):
-        check_values(messages, name)
-        return messages
-    return value
+    if isinstance(value, str) and not (messages and isinstance(messages, list) and all(map(_is_message, messages))):
+        return [make_message(role, as_text(value, name))], None
+    check_values(messages, name)
+    return read_messages(messages, name)
 
 
 def _is_message(value: Any) -> bool:

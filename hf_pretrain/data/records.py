@@ -8,7 +8,6 @@ from typing import Any
 
 from .conversations import CONVERSATION_KEYS, SCHEMAS
 from .formats import BadRecord, file_format, parse_json, read_text
-from .hub_datasets import load_hub_dataset
 from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
 
@@ -39,35 +38,18 @@ class Record:
         return self.text if self.schema == "text" else json.loads(self.text)
 
 
-def list_sources(names: list[str]) -> list[str]:
-    """
-    Return all files, embedded parts and Hub datasets that names stand for. Download those on the Hub.
-
-    Args:
-        names (`list[str]`): names in the form of `--dataset_name`.
-
-    Raises:
-        `ValueError`: if a name leads to no data.
-    """
-    sources = []
-    for name in names:
-        found = find_sources(name)
-        if found is None:
-            # Download now, so that a wrong name fails before the work starts.
-            load_hub_dataset(name)
-        sources += [name] if found is None else found
-    return sources
-
-
-def read_records(sources: list[str], *, text_column: str = "text") -> Iterator[Record]:
+def read_records(names: list[str], *, text_column: str = "text") -> Iterator[Record]:
     """
     Yield all records of files, embedded parts and Hub datasets. Bad lines have a reason.
 
     Args:
-        sources (`list[str]`): the result of [`list_sources`].
+        names (`list[str]`): names in the form of `--dataset_name`.
         text_column (`str`): key of the text, for the schema `text`.
+
+    Raises:
+        `ValueError`: if a name leads to no data.
     """
-    for source in sources:
+    for source in [source for name in names for source in find_sources(name) or [name]]:
         column = "text" if source in EMBEDDED_SOURCES else text_column
         # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
         read_column = None if file_format(Path(source)) == ".parquet" else column

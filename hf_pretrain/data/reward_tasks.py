@@ -31,7 +31,7 @@ from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
 from .formats import BadRecord, check_values, parse_json, write_json
-from .messages import messages_in, read_messages, read_turn, take_weights
+from .messages import read_messages, read_turn, take_weights
 from .rejected import RejectedLines
 from .sources import find_sources, read_source
 
@@ -156,11 +156,11 @@ def read_task(record: Any) -> dict[str, Any]:
         return {**record, "prompt": prompt} | ({} if tools is None else {"tools": tools})
     if "conversations" not in record:
         raise BadRecord("neither `prompt` nor `conversations`; write one of them")
-    conversation = messages_in(record["conversations"], "conversations")
-    if not isinstance(conversation, list) or len(conversation) < 2:
+    messages, found = read_messages(record["conversations"], "conversations")
+    if len(messages) < 2:
         raise BadRecord("`conversations` holds no prompt with an answer; write a list of messages")
     # MiniMind's last message is an answer, which the policy replaces by its own.
-    prompt, tools = _as_columns(*read_messages(conversation[:-1], "conversations"))
+    prompt, tools = _as_columns(messages[:-1], found)
     target = record.get("gt", [])
     solution = [str(value) for value in (target if isinstance(target, list) else [target])]
     return TASK_COLUMNS | {"prompt": prompt, "solution": solution, "tools": tools, "task": None}
