@@ -26,7 +26,7 @@ from hf_pretrain.data.records import read_records
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from tests.toys import write_jsonl
+from tests.tokenizer.test_tokenization import CONVERSATIONS
 
 
 TOKENIZERS = Path(__file__).parents[1] / "fixtures/tokenizers"
@@ -42,36 +42,22 @@ def tokenizer():
 
 # Each record in its usual form, and the text that the template renders, with the trained text between ⟦ and ⟧.
 MARKED = {
-    "one turn": (
-        {"messages": [USER, ANSWER]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    ),
+    **{
+        f"conversation {number} of the template's tests": (
+            {"messages": messages, "chat_template_kwargs": options},
+            marked.replace("[[", "⟦").replace("]]", "⟧"),
+        )
+        for number, (messages, options, marked) in enumerate(CONVERSATIONS[:3])
+    },
     "several turns, ending with the user": (
         {"conversations": [USER, ANSWER, {"role": "user", "content": "why"}, ANSWER, USER]},
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\nwhy<|im_end|>\n"
         "<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n2+2?<|im_end|>\n",
     ),
-    "system turn": (
-        {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER]},
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    ),
     "the assistant begins, and speaks twice": (
         {"messages": [{"role": "assistant", "content": "Hello"}, ANSWER, USER]},
         "<|im_start|>assistant\n⟦Hello<|im_end|>⟧\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
         "<|im_start|>user\n2+2?<|im_end|>\n",
-    ),
-    "reasoning": (
-        {"messages": [USER, {**ANSWER, "reasoning_content": "two and two"}]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧\n",
-    ),
-    "reasoning within the text": (
-        {"messages": [USER, {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦<think>\ntwo and two\n</think>\n\n4<|im_end|>⟧\n",
-    ),
-    "thinking off": (
-        {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦4<|im_end|>⟧\n",
     ),
     "tools": (
         {
@@ -89,11 +75,6 @@ MARKED = {
         '"arguments": <object>}\n</tool_call><|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n'
         '⟦<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>⟧\n'
         "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    ),
-    "an answer with the weight 0": (
-        {"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
-        "<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
     ),
     "control tokens that are typed": (
         {"messages": [{"role": "user", "content": "<|im_end|>\n<|im_start|>assistant\nyes"}, ANSWER]},
@@ -171,7 +152,6 @@ SCHEMAS = {
     "alpaca": {"instruction": "2+2?", "input": "", "output": "4"},
     "a table's nulls": {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "tools": None}], "prompt": None},
     "JSON text": {"messages": json.dumps([USER, ANSWER])},
-    "sharegpt as JSON text": {"conversations": '[{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]'},
     "prompt_completion as JSON text": {"prompt": json.dumps([USER]), "completion": json.dumps(ANSWER)},
     "the fields of two kinds": {"messages": [USER, ANSWER], "instruction": "Say no.", "output": "no"},
     "empty cells of a CSV file": {
@@ -288,41 +268,27 @@ def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
 
 @pytest.mark.parametrize("value", [0, False, 0.5])
 def test_the_loss_weight_of_an_answer(tokenizer, value):
-    field = {"weight": value}
     first = {"role": "assistant", "content": "five"}
-    kinds = [
-        {"messages": [USER, {**first, **field}, USER, ANSWER]},
-        {
-            "conversations": [
-                {"from": "human", "value": "2+2?"},
-                {"from": "gpt", "value": "five", **field},
-                USER,
-                ANSWER,
-            ]
-        },
-    ]
-    texts = [read_conversation(record) for record in kinds]
-    assert texts[0] == texts[1]
+    weighted = read_conversation({"messages": [USER, {**first, "weight": value}, USER, ANSWER]})
     plain = read_conversation({"messages": [USER, first, USER, ANSWER]})
-    weight = float(value)
     for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
         mark_template(tokens)
         for train_on in ("assistant", "all"):
             encoder = ConversationEncoder(train_on)
-            ids, weights, _ = encoder([texts[0], plain], tokens, max_length=100).values()
+            ids, weights, _ = encoder([weighted, plain], tokens, max_length=100).values()
             assert ids[0] == ids[1]
             _, is_generated = encode_conversation(tokens, [USER, first])
             expected = weights[1].copy()
-            expected[: len(is_generated)][is_generated] = weight
+            expected[: len(is_generated)][is_generated] = float(value)
             assert weights[0].tolist() == expected.tolist()
     # Other programs name the weight `loss`.
-    assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == texts[0]
+    assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == weighted
     twice = copy.deepcopy(tokenizer)
-    twice.chat_template = twice.chat_template.replace("content.lstrip()", "content.lstrip()", 1).replace(
+    twice.chat_template = twice.chat_template.replace(
         "{%- generation -%}", "{%- generation -%}{{- 'Now' -}}{%- endgeneration -%}{{- ': ' -}}{%- generation -%}"
     )
     with pytest.raises(ValueError, match="marks 4 texts of the assistant in a conversation with 2 messages"):
-        ConversationEncoder()(texts[:1], twice, max_length=100)
+        ConversationEncoder()([weighted], twice, max_length=100)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +302,6 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
         ({"messages": []}, "'messages' is no list of messages but empty"),
         ({"messages": "hi"}, "'messages' is text that is not JSON"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
-        ({"prompt": "2+2?", "completion": ""}, "an answer of the assistant is empty"),
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
         ({"messages": [USER, {**ANSWER, "loss": 1, "weight": 0}]}, "has the field 'loss', which cannot be trained"),
         ({"messages": [USER, ANSWER], "functions": [ADD]}, "'functions' is an older form of 'tools'"),
@@ -464,26 +429,6 @@ def test_preferences():
     ):
         with pytest.raises(BadRecord, match=reason):
             read_preference(record)
-
-
-def test_bad_conversations_are_rejected_and_files_are_read(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    wrong = {"conversations": [{"from": ["human"], "value": "2+2?"}, ANSWER]}
-    records = [SCHEMAS["minimind"], wrong, SCHEMAS["alpaca"]]
-    write_jsonl(path, records)
-    rejected = tmp_path / "rejected.jsonl"
-    documents, _ = load_documents(
-        [str(path)], schema="conversation", validation_fraction=0, max_rejected_ratio=0.5, rejected_path=rejected
-    )
-    assert [json.loads(text) for text in documents["text"]] == [{"messages": [USER, ANSWER]}] * 2
-    assert json.loads(rejected.read_text())["line"] == 2
-    table = tmp_path / "chats.parquet"
-    Dataset.from_list([SCHEMAS["minimind"], SCHEMAS["minimind"]]).to_parquet(table)
-    documents, _ = load_documents([str(table)], schema="conversation", validation_fraction=0)
-    assert [json.loads(text) for text in documents["text"]] == [{"messages": [USER, ANSWER]}] * 2
-    (tmp_path / "plain.txt").write_text("a")
-    with pytest.raises(ValueError, match="plain text, and records are wanted"):
-        load_documents([str(tmp_path / "plain.txt")], schema="conversation")
 
 
 def test_train_on_the_last_turn(tokenizer):

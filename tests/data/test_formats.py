@@ -4,8 +4,6 @@ import csv
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import datasets
 import pyarrow as pa
@@ -162,30 +160,3 @@ def test_two_thousand_files(tmp_path):
         os.mkfifo(tmp_path / "pipe.jsonl")
     train, validation = load_documents([str(tmp_path)], num_proc=1)
     assert len(train) + len(validation) == 2_000
-
-
-HUGE = """
-import datasets, resource, sys
-datasets.config.HF_DATASETS_CACHE = sys.argv[2]
-from hf_pretrain.data.documents import load_documents
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-train, _ = load_documents([sys.argv[1]], validation_fraction=0)
-print([len(text) for text in train["text"]], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="counts memory in KiB")
-def test_a_line_of_50_mb(tmp_path):
-    size = 50_000_000
-    with (tmp_path / "a.jsonl").open("wb") as file:
-        file.write(b'{"text": "before"}\n{"text": "')
-        for _ in range(size // 1_000_000):
-            file.write(b"many words " * 90_909 + b"!")
-        file.write(b'"}\n{"text": "after"}\n')
-    words = [sys.executable, "-c", HUGE, str(tmp_path / "a.jsonl"), str(tmp_path / "cache")]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr
-    lengths, _, gib = result.stdout.strip().rpartition(" ")
-    assert lengths == f"[6, {size}, 5]"
-    assert float(gib) < 1

@@ -4,11 +4,9 @@ import pytest
 from datasets import Dataset, IterableDataset
 
 from hf_pretrain.data import caching, packing
-from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
-from tests.toys import write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -138,26 +136,6 @@ def test_a_second_run_uses_the_cache(tokenizer, texts, tmp_path, monkeypatch):
     other = train_tokenizer(["the cat sat on the mat"], vocab_size=300)
     other.eos_token = other.pad_token
     assert prepare_rows(documents, other, max_length=32)[0][0]["input_ids"][-1] == 0
-
-
-def test_cached_results_start_no_processes(tokenizer, texts, tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "texts.jsonl", texts)
-    monkeypatch.setattr(caching, "GROUP_SIZE", 100)
-
-    def prepare(max_length: int):
-        train, _ = load_documents([path], validation_fraction=0.1, num_proc=2)
-        return prepare_rows(train, tokenizer, max_length=max_length, num_proc=2)
-
-    def refuse(*args, **kwargs):
-        raise RuntimeError("processes were started")
-
-    first, report = prepare(32)
-    monkeypatch.setattr("multiprocess.pool.Pool", refuse)
-    second, second_report = prepare(32)
-    assert list(second) == list(first) and second_report == report
-    other = train_tokenizer(["abcdefghij"], vocab_size=300)
-    with pytest.raises(RuntimeError, match="processes were started"):
-        prepare_rows(load_documents([path])[0], other, max_length=32, num_proc=2)
 
 
 def test_mistakes_are_named(tokenizer):

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import BadRecord, parse_json, read_file, read_text
 from tests.faults.driving import RECIPE, command, run, start, wait_for
 from tests.invariants.launching import ROOT
@@ -90,19 +89,6 @@ BAD_LINES = {
     "a NUL": b'{"text": "a\0"}',
     "no object": b"[1, 2]",
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BAD_LINES)
-def test_a_bad_line_is_listed_and_the_others_are_used(kind, tmp_path):
-    texts = [f"document {number}" for number in range(150)]
-    lines = [json.dumps({"text": text}).encode() for text in texts]
-    lines.insert(70, BAD_LINES[kind])
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    train, held_out = load_documents([str(tmp_path / "a.jsonl")], rejected_path=tmp_path / "rejected.jsonl")
-    assert sorted([*train["text"], *held_out["text"]]) == sorted(texts)
-    (entry,) = map(json.loads, (tmp_path / "rejected.jsonl").read_text().splitlines())
-    assert entry["line"] == 71 and entry["reason"]
 
 
 @pytest.mark.slow

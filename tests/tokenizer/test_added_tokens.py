@@ -85,18 +85,7 @@ def test_a_run_trains_the_new_rows_and_resumes(toy, tmp_path, recipe):
     data = write_jsonl(tmp_path / "data.jsonl", records)
     command = [sys.executable, str(ROOT / f"recipes/{recipe}.py"), "--model_name_or_path", toy.model_name_or_path]
     command += ["--add_tokens", toy.add_tokens, "--dataset_name", data, "--max_length", "64", "--use_cpu"]
-    command += [
-        "--bf16",
-        "false",
-        "--report_to",
-        "none",
-        "--max_steps",
-        "2",
-        "--save_steps",
-        "1",
-        "--warmup_steps",
-        "0",
-    ]
+    command += "--bf16 false --report_to none --max_steps 2 --save_steps 1 --warmup_steps 0".split()
     result = start([*command, "--output_dir", str(tmp_path / "run")])
     assert result.returncode == 0, result.stdout[-3000:]
     assert load_tokenizer(tmp_path / "run").convert_tokens_to_ids("天气预报") == 321
@@ -120,27 +109,10 @@ def test_a_tokenizer_without_bos_trains_and_evaluates(toy, tmp_path):
     assert encode_documents(["the river"], tokenizer) == [plain[0][1:]]
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     data = write_jsonl(tmp_path / "data.jsonl", [f"the river {n} under the bridge" for n in range(40)])
-    flags = [
-        "--use_cpu",
-        "--bf16",
-        "false",
-        "--report_to",
-        "none",
-        "--dataset_name",
-        data,
-        "--validation_fraction",
-        "0.2",
-    ]
+    flags = ["--dataset_name", data, *"--use_cpu --bf16 false --report_to none --validation_fraction 0.2".split()]
     sizes = "hidden_size=32,num_attention_heads=4,num_key_value_heads=2,vocab_size=320"
-    train = [
-        "--tokenizer_name_or_path",
-        str(tmp_path / "tokenizer"),
-        "--config_overrides",
-        sizes,
-        "--max_length",
-        "32",
-    ]
-    train += ["--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    train = ["--tokenizer_name_or_path", str(tmp_path / "tokenizer"), "--config_overrides", sizes]
+    train += ["--max_length", "32", "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
     result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *flags, *train])
     assert result.returncode == 0 and "Validation loss" in result.stdout, result.stdout[-3000:]
     assert MiniMindForCausalLM.from_pretrained(tmp_path / "run").config.bos_token_id is None
