@@ -11,7 +11,7 @@ MiniMind's LoRA files are read and written, too.
     hf-pretrain convert --from lora_identity_768.pth --base out/minimind3 --to out/merged
     hf-pretrain convert --from out/adapter --to out/lora --format lora --stage lora_identity
     hf-pretrain convert --from out/pretrain --to out/gguf --format gguf --dtype q8_0
-    hf-pretrain convert --from out/pretrain --to out/upstream --format upstream --generation v2
+    hf-pretrain convert --from out/pretrain --to out/upstream --format upstream
     hf-pretrain convert --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
 The recipe reads the result back, and compares its logits with the logits of the source. The output and the model card
@@ -63,7 +63,6 @@ def main(args: argparse.Namespace) -> None:
         args.format,
         tokenizer=tokenizer,
         dtype=args.dtype,
-        generation=args.generation,
         model_name=Path(args.hub_model_id or args.source).name,
         stage=args.stage or "full_sft",
     )

@@ -42,9 +42,6 @@ PUBLISHED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-# Trainer pickles its arguments into this file, and loading a pickle runs code. This package writes none, but a
-# checkpoint of another program may have it.
-_PICKLED_ARGUMENTS = "training_args.bin"
 # The prefix of directories that hold a push or a download in progress.
 _STAGING_PREFIX = ".hub-"
 
@@ -190,8 +187,7 @@ class HubPusher:
         # Copy the card instead of linking it, because the next push rewrites it in place.
         shutil.copy2(self.output_dir / REPOCARD_NAME, staging)
         if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            ignore = shutil.ignore_patterns(_PICKLED_ARGUMENTS)
-            shutil.copytree(checkpoint, staging / checkpoint.name, copy_function=link_or_copy, ignore=ignore)
+            shutil.copytree(checkpoint, staging / checkpoint.name, copy_function=link_or_copy)
         if not self.pushes_always:
             for push in [push for push in self._pushes if push.cancel()]:
                 shutil.rmtree(self._pushes.pop(push))

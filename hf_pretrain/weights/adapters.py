@@ -22,7 +22,7 @@ from transformers.utils import is_peft_available, logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.errors import UserError, as_user_errors, install_command
+from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..runtime.names import may_be_checkpoint
 from .importing import load_upstream
 
@@ -110,9 +110,9 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
         return model
     if not args.use_peft:
         return model
-    _check_peft("--use_peft")
     # peft is optional, and its import is slow.
-    from peft import LoraConfig, get_peft_model
+    with needing_extra("peft", "--use_peft needs peft"):
+        from peft import LoraConfig, get_peft_model
 
     if not model.name_or_path:
         raise UserError(
@@ -151,12 +151,6 @@ def _finish(adapted: Any) -> Any:
     tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
     adapted._ddp_params_and_buffers_to_ignore = tables
     return adapted
-
-
-def _check_peft(flag: str):
-    """Raise `ValueError` if peft is not installed."""
-    if not is_peft_available():
-        raise UserError(f"{flag} needs peft: {install_command('peft')}")
 
 
 def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str]]:
@@ -228,8 +222,8 @@ def adapter_base(path: str | Path | None) -> str | None:
     is_name = path and may_be_checkpoint(path) and (Path(path).is_dir() or "/" in str(path))
     if not is_name or find_adapter_config_file(str(path)) is None:
         return None
-    _check_peft(f"{path} is an adapter, which")
-    from peft import PeftConfig
+    with needing_extra("peft", f"{path} is an adapter, which needs peft"):
+        from peft import PeftConfig
 
     base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
     if not base:

@@ -23,7 +23,15 @@ from .comparing import ExportReport, compare
 from .foreign_configs import write_stock_fields, write_upstream_fields
 from .gguf import check_tokenizer_for_gguf, read_gguf, write_gguf
 from .importing import load_upstream
-from .layouts import GENERATIONS, LAYOUTS, describe_layout, is_rotated, to_half_split, unsupported_feature
+from .layouts import (
+    GENERATIONS,
+    LAYOUTS,
+    describe_layout,
+    is_rotated,
+    to_half_split,
+    unsupported_feature,
+    upstream_layout,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -38,17 +46,12 @@ def check_fits(config: MiniMindConfig, layout: str) -> None:
     part = unsupported_feature(config, layout)
     if part is None:
         return
-    fitting = [other for other in LAYOUTS if unsupported_feature(config, other) is None]
-    names = [f"upstream ({other})" if other in GENERATIONS else other for other in fitting]
+    layouts = {"upstream": upstream_layout(config)} | {name: name for name in EXPORT_FORMATS if name in LAYOUTS}
+    names = [name for name, other in layouts.items() if unsupported_feature(config, other) is None]
     raise UserError(
         f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: "
         f"{', '.join(['minimind', *names])}."
     )
-
-
-def default_generation(config: MiniMindConfig) -> str:
-    """Return the newest generation of MiniMind whose attention is the model's."""
-    return "v3" if config.qk_norm else "v2"
 
 
 def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
@@ -97,7 +100,6 @@ def export(
     *,
     tokenizer: PreTrainedTokenizerFast | None = None,
     dtype: str | None = None,
-    generation: str | None = None,
     model_name: str = "MiniMind",
     stage: str = "full_sft",
 ) -> ExportReport:
@@ -112,8 +114,6 @@ def export(
             written config gets its special tokens.
         dtype (`str`, *optional*): `float32`, `float16` or `bfloat16`, and `q8_0`, `q5_1` and `q4_0` for GGUF; by
             default the model's.
-        generation (`str`, *optional*): `v1`, `v2` or `v3`, for `upstream`; by default v3 for a model with q/k
-            norms, and v2 for others.
         model_name (`str`, *optional*): the name of the model in a GGUF file.
         stage (`str`, *optional*): for `upstream`, the name of the training stage in the file's name.
 
@@ -131,7 +131,7 @@ def export(
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
     check_empty(output_dir, "--to")
-    target = _check_target(model.config, format, dtype=dtype, generation=generation, tokenizer=tokenizer)
+    target = _check_target(model.config, format, dtype=dtype, tokenizer=tokenizer)
 
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(model, torch.float32 if format == "gguf" else DTYPES[dtype])
@@ -170,7 +170,6 @@ def _check_target(
     format: str,
     *,
     dtype: str,
-    generation: str | None,
     tokenizer: PreTrainedTokenizerFast | None,
 ) -> str:
     """Return the layout of the weights in `format`. Raise `ValueError` if it cannot hold the model in this dtype."""
@@ -179,7 +178,7 @@ def _check_target(
     known = GGUF_TYPES if format == "gguf" else DTYPES
     if dtype not in known:
         raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
-    target = (generation or default_generation(config)) if format == "upstream" else format
+    target = upstream_layout(config) if format == "upstream" else format
     check_fits(config, target)
     if format == "gguf":
         check_tokenizer_for_gguf(tokenizer)

@@ -32,8 +32,6 @@ _LACKING = {"use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_
 _LACKING |= {"partial_rotary_factor": 1.0}
 # The positions of MiniMind's rotary table.
 _POSITIONS = 32768
-# The default of v1's `max_seq_len`, the length of its training rows.
-_V1_LENGTH = 8192
 
 
 def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,10 +74,6 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     # v1 has other names for the sizes, such as `dim`.
     renames = _RENAMES | (MiniMindConfig.attribute_map if layout == "v1" else {})
     raw = {renames.get(name, name): value for name, value in raw.items()}
-    if raw.get("use_moe", has_experts) != has_experts:
-        raise UserError(
-            f"The config says use_moe={raw['use_moe']}, but the weights have {'' if has_experts else 'no '}experts."
-        )
     flat = raw | raw.get("rope_parameters", {})
     for name, plain in _LACKING.items():
         if flat.get(name, plain) != plain:
@@ -207,8 +201,8 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
             "norm_topk_prob": config.norm_topk_prob,
             "router_aux_loss_coef": config.router_aux_loss_coef / config.num_experts_per_tok,
         }
-    fields |= {
-        # v1 and v2 never normalise at top-1, whatever this field says; True is their default.
+    return fields | {
+        # v2 never normalises at top-1, whatever this field says; True is its default.
         "norm_topk_prob": config.norm_topk_prob or config.num_experts_per_tok == 1,
         "n_routed_experts": config.num_experts or 4,
         "n_shared_experts": config.num_shared_experts,
@@ -216,11 +210,3 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
         "aux_loss_alpha": config.router_aux_loss_coef,
         "seq_aux": config.router_aux_loss_level == "sequence",
     }
-    if generation == "v1":
-        # v1 has at most one shared expert, and its field is a flag.
-        fields["n_shared_experts"] = True if config.num_shared_experts else None
-        # v1's code allocates a mask of this size squared in each layer. Its rotary table always has 32,768 positions.
-        fields["max_position_embeddings"] = min(config.max_position_embeddings, _V1_LENGTH)
-        theirs = {ours: name for name, ours in MiniMindConfig.attribute_map.items()}
-        fields = {theirs.get(name, name): value for name, value in fields.items()}
-    return fields

@@ -210,8 +210,6 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
         head_dim = given.get("head_dim") or max(q_rows // given["num_attention_heads"], 1)
     head = tensors.get(name_of("lm_head.weight"))
     is_tied = head is None or head.equal(tensors[name_of("model.embed_tokens.weight")])
-    if head is None and not given.get("tie_word_embeddings", True):
-        raise UserError("The config says tie_word_embeddings=False, but the weights have no output head.")
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,

@@ -129,6 +129,11 @@ def stock_layout(config: MiniMindConfig) -> str:
     return "qwen3" if config.qk_norm else "llama"
 
 
+def upstream_layout(config: MiniMindConfig) -> str:
+    """Return the generation of MiniMind, a key of `LAYOUTS`, that has the model's attention. v2 holds what v1 does."""
+    return "v3" if config.qk_norm else "v2"
+
+
 def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
     """
     Return a feature of the model that `layout` (a key of `LAYOUTS`, `"minimind"` or `"gguf"`) cannot hold, or `None`
@@ -140,22 +145,20 @@ def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
     features = {
         "experts": (has_experts, {"llama", "qwen3"}),
         "dense layers (no experts)": (not has_experts, {"qwen3_moe", "ernie4_5_moe"}),
-        "q/k norms": (config.qk_norm, {"v1", "v2", "llama", "ernie4_5_moe"}),
-        "attention without q/k norms": (not config.qk_norm, {"v3", "qwen3", "qwen3_moe"}),
+        "q/k norms": (config.qk_norm, {"llama", "ernie4_5_moe"}),
+        "attention without q/k norms": (not config.qk_norm, {"qwen3", "qwen3_moe"}),
         "shared experts": (has_experts and config.num_shared_experts > 0, {"v3", "qwen3_moe"}),
-        "several shared experts": (has_experts and config.num_shared_experts > 1, {"v1"}),
-        "an untied output head": (not config.tie_word_embeddings, {"v1", "v2"}),
+        "an untied output head": (not config.tie_word_embeddings, {"v2"}),
         "a head_dim other than hidden_size / num_attention_heads": (
             config.head_dim * config.num_attention_heads != config.hidden_size,
-            {"v1", "v2"},
+            {"v2"},
         ),
-        # v1 and v2 never normalise at top-1, because normalising would make every weight 1.
-        "normalised top-1 routing": (is_top_1 and config.norm_topk_prob, {"v1", "v2"}),
+        # v2 never normalises at top-1, because normalising would make every weight 1.
+        "normalised top-1 routing": (is_top_1 and config.norm_topk_prob, {"v2"}),
         # llama.cpp always normalises.
         "routing weights that are not normalised": (has_experts and not config.norm_topk_prob, {"gguf"}),
-        "scaled rotary positions": (config.rope_parameters["rope_type"] != "default", {*GENERATIONS, "gguf"}),
-        f"the activation {config.hidden_act}": (config.hidden_act != "silu", {"v1", "gguf"}),
-        "more than the 32,768 positions of its table": (config.max_position_embeddings > 32768, {"v1"}),
+        "scaled rotary positions": (config.rope_parameters["rope_type"] != "default", {"v2", "v3", "gguf"}),
+        f"the activation {config.hidden_act}": (config.hidden_act != "silu", {"gguf"}),
     }
     # A GGUF file holds the weights of a stock architecture.
     targets = {layout, stock_layout(config)} if layout == "gguf" else {layout}

@@ -17,9 +17,9 @@ from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, written_whole
 from .adapters import adapter_base, load_adapter, merge_adapter
 from .comparing import ExportReport, compare
-from .exporting import DTYPES, default_generation, upstream_file_name
+from .exporting import DTYPES, upstream_file_name
 from .importing import load_upstream
-from .layouts import LAYOUTS
+from .layouts import LAYOUTS, upstream_layout
 from .weight_files import read_tensors, resolve
 
 
@@ -96,7 +96,7 @@ def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:
     from peft.tuners.lora import LoraLayer
 
     model = adapted.get_base_model()
-    layout = LAYOUTS[default_generation(model.config)]
+    layout = LAYOUTS[upstream_layout(model.config)]
     parts = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
     with torch.device("meta"):
         plain = MiniMindForCausalLM(model.config)

@@ -118,9 +118,6 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             continue
         if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             raise UserError(f"{path}: {name} is no floating-point tensor; a plain state dict is expected.")
-        # Nothing tells which of the two is right.
-        if name in tensors:
-            raise UserError(f"{path} holds {name} twice. Save the model again.")
         tensors[name] = tensor
     return tensors
 

@@ -213,7 +213,6 @@ EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weigh
         (put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)), "1 unexpected: .*q_proj.bias"),
         (put("model.layers.2.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 3"),
         (put(EMBED, torch.zeros(160)), "lack the matrix model.embed_tokens.weight"),
-        (put("module." + NORM, torch.ones(32)), "holds model.layers.1.input_layernorm.weight twice"),
         (put(NORM, torch.ones(16)), r"input_layernorm.weight is \(16,\) and should be \(32,\)"),
         (put(NORM, torch.full((32,), math.inf)), "not finite"),
         (put(NORM, torch.ones(32, dtype=torch.int8)), "is no floating-point tensor"),
@@ -236,8 +235,6 @@ def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
         ("A_dense", {"n_layers": 3}, "num_hidden_layers=3, the weights say 2"),
         ("B_dense", {"num_key_value_heads": 4}, "num_key_value_heads=4, the weights say 2"),
         ("B_dense", {"hidden_size": 64}, "hidden_size=64, the weights say 32"),
-        ("C_dense", {"use_moe": True}, "use_moe=True, but the weights have no experts"),
-        ("B_moe", {"use_moe": False}, "use_moe=False, but the weights have experts"),
         ("B_moe", {"scoring_func": "sigmoid"}, "sigmoid"),
         ("B_dense", {"model_type": "gemma"}, "model_type='gemma'"),
         ("B_dense", {"hidden_act": "foo"}, "hidden_act='foo' is not an activation"),
@@ -332,8 +329,6 @@ def test_a_missing_head_and_an_untied_head(tmp_path):
     del weights["lm_head.weight"]
     torch.save(weights, tmp_path / "x.pth")
     assert load_upstream(tmp_path / "x.pth").config.tie_word_embeddings
-    with pytest.raises(ValueError, match="no output head"):
-        load_upstream(tmp_path / "x.pth", config={"tie_word_embeddings": False})
     # A v3 model may have an untied head.
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
     torch.save(weights, tmp_path / "x.pth")
