@@ -8,7 +8,6 @@ import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -71,21 +70,6 @@ def test_make_tests_the_lower_bounds_together():
         ["make", "-n", "test-oldest"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert len(lowest) == 5 and lowest <= set(commands.split())
-
-
-@pytest.mark.parametrize("target", ["test-quick", "test-oldest", "test-float8", "faults"])
-def test_the_tests_that_make_names_exist(target):
-    commands = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    paths = [word for word in commands.split() if word.startswith("tests/")]
-    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_pre_commit_runs_what_make_quality_runs():
-    words = ["make", "-n", "quality", "VENV=.venv"]
-    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    make = {line.removesuffix(" .") for line in output.splitlines() if re.match(r"\.venv/bin/(?!python)", line)}
-    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert {hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]} == make
 
 
 # Imports

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +16,11 @@ from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.model.configuration_minimind import CODE_FILES
-from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.weight_files import resolve
 from tests.faults.driving import wait_for
 from tests.hub_server import TOKEN, HubServer, Repo
-from tests.invariants.launching import BIN, ROOT, cpu_environment, launcher_command, process_options, start
+from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
 from tests.weights.test_conversion import GOLDEN
 
@@ -354,36 +351,3 @@ def test_conversions_are_pushed(server, environment, tmp_path):
     result = start([*command, "--to", str(tmp_path / "kept"), "--hub_model_id", "kept"], **environment)
     assert result.returncode != 0 and f"hf upload user/kept {tmp_path / 'kept'}" in result.stdout
     assert (tmp_path / "kept/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_documentation(workspace, server, environment, tmp_path):  # noqa: F811
-    """Run the documented conversion and Hub commands on toy weights, in the directories that they name."""
-    pages = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("weights", "hub"))
-    starts = ("hf-pretrain c", "hf-pretrain p", "hf download")
-    lines = [line.split("  #")[0] for line in pages.splitlines() if line.startswith(starts)]
-    # The commands with MiniMind's LoRA files need more files than these.
-    commands = [line for line in lines if "lora" not in line]
-    assert len(commands) == 7
-    shutil.copytree(workspace / "toy", tmp_path / "out/pretrain-tiny")
-    export(load_upstream(workspace / "toy"), tmp_path / "upstream", "upstream")
-    shutil.move(tmp_path / "upstream/full_sft_32.pth", tmp_path / "full_sft_512.pth")
-    shutil.copytree(workspace / "toy", tmp_path / "minimind/model")
-    for command in commands:
-        program, stage, *words = shlex.split(command.replace("me/mine", "user/mine"))
-        if program == "hf":
-            result = start([str(BIN / "hf"), stage, *words], cwd=tmp_path, **environment)
-            assert result.returncode == 0, result.stdout
-            continue
-        words = [word.replace("num_attention_heads=8", "num_attention_heads=4") for word in words]
-        if stage == "pretrain":
-            steps = "4" if "--resume_from_checkpoint" in words else "2"
-            words += [*toy_arguments(workspace, "")[:-2], "--max_steps", steps]
-            # Under another schedule, the learning rates depend on the number of steps.
-            words += ["--save_strategy", "steps", "--save_steps", "2", "--lr_scheduler_type", "constant"]
-        shutil.rmtree(tmp_path / "out/llama", ignore_errors=True)
-        result = start([sys.executable, f"{ROOT}/recipes/{stage}.py", *words], cwd=tmp_path, **environment)
-        assert result.returncode == 0, f"{command}: {result.stdout[-3000:]}"
-    assert json.loads((tmp_path / "out/again/trainer_state.json").read_text())["global_step"] == 4
-    assert (tmp_path / "out/gguf/model.gguf").is_file() and (tmp_path / "out/mine/tokenizer.json").is_file()
-    assert "model.safetensors" in files_of(server, "user/mine-llama")

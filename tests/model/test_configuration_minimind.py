@@ -1,4 +1,3 @@
-import ast
 import importlib.util
 import json
 import tomllib
@@ -12,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_pretrain
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.model.configuration_minimind import CODE_FILES
 
 
 PARAMETERS = {
@@ -91,13 +89,6 @@ def test_bad_sizes_are_refused(sizes, said):
         MiniMindConfig(**sizes)
 
 
-def test_format_version_survives_saving(build_model, tmp_path):
-    build_model().save_pretrained(tmp_path / "once")
-    MiniMindForCausalLM.from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "twice")
-    for directory in ("once", "twice"):
-        assert json.loads((tmp_path / directory / "config.json").read_text())["format_version"] == 1
-
-
 @pytest.fixture
 def upstream_directory(build_model, tmp_path) -> Path:
     """Return a directory in MiniMind2's layout: our `model_type`, names and shapes, but no rotary layout."""
@@ -117,21 +108,6 @@ def test_upstream_directory_is_refused(upstream_directory, loader):
 def test_newer_format_is_refused():
     with pytest.raises(ValueError, match="format_version=99"):
         MiniMindConfig.from_dict({"model_type": "minimind", "format_version": 99})
-
-
-TRAVELLING = [name.removesuffix(".py") for name in CODE_FILES]
-
-
-@pytest.mark.parametrize("name", TRAVELLING)
-def test_remote_code_imports_only_files_beside_it(name):
-    tree = ast.parse((Path(hf_pretrain.__file__).parent / "model" / f"{name}.py").read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            assert node.level == 1 and node.module in TRAVELLING
-        elif isinstance(node, ast.ImportFrom):
-            assert node.module.split(".")[0] != "hf_pretrain"
-        elif isinstance(node, ast.Import):
-            assert not any(alias.name.split(".")[0] == "hf_pretrain" for alias in node.names)
 
 
 @pytest.mark.parametrize(("version", "is_older"), [("5.22.3", True), ("5.23.0", False), ("5.25.0", False)])

@@ -1,5 +1,3 @@
-import warnings
-
 import pytest
 import torch
 import torch._dynamo
@@ -237,16 +235,6 @@ def test_attention_in_blocks_is_attention(seq_len):
         (output * output.detach().cos()).sum().backward()
         found.append([output, *(part.grad for part in given)])
     torch.testing.assert_close(*found)
-
-
-@torch.no_grad()
-def test_packed_is_separate_in_half_precision(model, input_ids):
-    model = model.bfloat16()
-    separate = torch.cat([model(document).logits for document in input_ids[:1].split(LENGTHS, dim=1)], dim=1)
-    model.set_attn_implementation("packed")
-    packed = model(input_ids[:1], position_ids=packed_positions(), use_cache=False).logits
-    assert packed.dtype == torch.bfloat16
-    assert_near(packed.float(), separate.float(), 2e-2)
 
 
 def test_packed_attention_creates_no_quadratic_tensor(model, input_ids):
@@ -569,18 +557,6 @@ def test_whole_model_is_one_graph_of_real_numbers(model, input_ids, packed, fres
     assert_near(compiled.logits, outputs.logits)
     torch.testing.assert_close(compiled.loss, outputs.loss)
     assert_near(gradients(model), expected)
-
-
-@pytest.mark.slow
-def test_inductor(build_model, input_ids, fresh_compiler):
-    model = build_model()
-    arguments = {"position_ids": packed_positions(2), "use_cache": False}
-    # A cached graph would give no warning.
-    with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled = torch.compile(model, fullgraph=True)(input_ids, **arguments)
-    assert not [warning for warning in caught if "complex" in str(warning.message)]
-    assert_near(compiled.logits, model(input_ids, **arguments).logits)
 
 
 def test_compiled_models_keep_their_own_tables(build_model, input_ids, fresh_compiler):

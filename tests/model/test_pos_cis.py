@@ -150,10 +150,3 @@ def test_yarn_extends_the_table(build_model, tmp_path):
             other = LlamaForCausalLM(llama).eval()
             other.load_state_dict(to_half_split(loaded.state_dict(), HEAD_DIM))
             torch.testing.assert_close(loaded(ids).logits, other(ids).logits, rtol=0, atol=2e-4)
-
-
-def test_generation_past_the_table_is_refused(build_model):
-    model, prompt = build_model(), torch.full((1, LENGTH - 4), 5)
-    assert model.generate(prompt, max_new_tokens=4, eos_token_id=None, do_sample=False).shape[1] == LENGTH
-    with pytest.raises(ValueError, match="past the rotary table"):
-        model.generate(prompt, max_new_tokens=8, eos_token_id=None, do_sample=False)

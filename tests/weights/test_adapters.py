@@ -15,7 +15,6 @@ from torch.func import functional_call
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights import adapters
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter, merge_adapter
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -296,23 +295,3 @@ def test_losses_agree_under_every_launcher(launch):
     assert run.weights.keys() == reference.weights.keys()
     for name, weight in reference.weights.items():
         torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=2e-4, msg=name)
-
-
-def test_the_documented_flags_adapt_what_minimind_adapts(named):
-    """MiniMind adapts every square `Linear` with rank 16, and adds the output of the adapter without a factor."""
-    page = (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8")
-    words = re.search(r"`hf-pretrain sft (--use_peft --lora[^`]*)`", page)[1].split()
-    (arguments,) = parse_args(AdapterArguments, argv=words)
-    model = named("v1")
-    square = {
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, torch.nn.Linear) and part.weight.shape[0] == part.weight.shape[1]
-    }
-    adapted = {
-        name.removeprefix("base_model.model."): part
-        for name, part in add_adapter(model, arguments).named_modules()
-        if hasattr(part, "lora_A")
-    }
-    assert adapted.keys() == square and square
-    assert all(part.scaling == {"default": 1.0} and part.r == {"default": 16} for part in adapted.values())

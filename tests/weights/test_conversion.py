@@ -35,10 +35,6 @@ def config_of(name: str) -> dict:
     return json.loads((GOLDEN / name / "config.json").read_text())
 
 
-def test_all_seven_models_are_recorded():
-    assert NAMES == ["A_dense", "A_moe", "B_dense", "B_moe", "C_dense", "C_moe", "C_moe_top1"]
-
-
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_values(name, attn_implementation):
