@@ -27,7 +27,6 @@ from hf_pretrain.training.minimind_flags import translate_minimind
 
 
 def main(args: argparse.Namespace) -> None:
-    is_newest = args.model_name_or_path is None
     model, tokenizer = load_for_inference(args)
     if args.raw and (args.system or args.tools or args.think is not None):
         raise UserError("--system, --tools and --think have no effect on raw continuation: chat with --no-raw.")
@@ -45,11 +44,9 @@ def main(args: argparse.Namespace) -> None:
         print(f"{title}\n/help lists the commands.")
         chat.talk()
         return
-    if not chat.say(args.prompt):
-        raise UserError("--prompt is empty. Give it a text, or leave it out to talk.")
-    if is_newest:
-        # Standard output holds the answer alone.
-        print(title, file=sys.stderr)
+    # Standard output holds the answer alone.
+    print(title, file=sys.stderr)
+    chat.say(args.prompt)
     chat.respond(partial(print, end="", flush=True))
     print()
     print(chat.speed, file=sys.stderr)

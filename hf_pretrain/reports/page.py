@@ -74,20 +74,10 @@ def write_page(runs: list[Run], path: Path, *, title: str | None = None, notes: 
         (scratch / path.name).write_text(text, encoding="utf-8", errors="replace")
 
 
-def write_loss_curve(run: Run, path: Path, *, unigram: float | None = None) -> None:
-    """
-    Write a PNG of training and validation loss (or reward) over tokens, for the model card.
-
-    Args:
-        run ([`Run`]): the run.
-        path (`Path`): the file to write.
-        unigram (`float`, *optional*): the validation loss of a unigram model, drawn as a line.
-    """
+def write_loss_curve(run: Run, path: Path) -> None:
+    """Write a PNG of training and validation loss (or reward) over tokens, for the model card."""
     measure = "reward" if run.last("reward") is not None else "loss"
     lines = _measure_lines([run], measure, over="tokens")
-    if unigram is not None and lines:
-        ends = [min(x[0] for _, x, _, _ in lines), max(x[-1] for _, x, _, _ in lines)]
-        lines.append(("unigram model", ends, [unigram] * 2, {"color": "gray", "linestyle": "--"}))
     line_chart(lines, x_label=_X_LABELS["tokens"], y_label=_y_label([run], measure)).savefig(path, dpi=120)
 
 

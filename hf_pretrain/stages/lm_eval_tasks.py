@@ -101,7 +101,7 @@ def evaluate_tasks(
         is_chat (`bool`, defaults to `False`): put the questions into the chat template, as messages of the user.
 
     Returns:
-        `dict`: for each task and each group of tasks its `dataset` (a Hub id, or `None`), `num_fewshot`,
+        `dict`: for each task and each group of tasks its `num_fewshot`,
             `num_examples`, `metrics`, which holds the `value` and `stderr` of each metric, and `group`, the name of
             the group whose figures include it (or `None`).
 
@@ -169,9 +169,6 @@ def index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "-
 
 def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
     """Return the results of one task, without lm-eval's bookkeeping."""
-    config = output["configs"].get(name, {})
-    # lm-eval also uses this field for local builders such as "json" or a directory.
-    path = config.get("dataset_path") or ""
     values = {key: value for key, value in output["results"][name].items() if isinstance(value, (int, float))}
     metrics = {}
     for key, value in values.items():
@@ -182,7 +179,6 @@ def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
         label = metric if answer_filter == "none" else f"{metric} ({answer_filter})"
         metrics[label] = {"value": value, "stderr": values.get(f"{metric}_stderr,{answer_filter}")}
     return {
-        "dataset": path if path.count("/") == 1 and not path.startswith((".", "/")) else None,
         "num_fewshot": output["n-shot"].get(name),
         "num_examples": output["n-samples"].get(name, {}).get("effective"),
         "metrics": metrics,

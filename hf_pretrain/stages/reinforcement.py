@@ -142,12 +142,9 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     thinking_ratio: float | None = field(
         default=None, metadata={"help": "Share of the prompts that ask for a thought; the others get an empty one."}
     )
-    normalize_advantages: bool = field(
-        default=False, metadata={"help": "RLOO: normalise the advantages of a batch to mean 0, deviation 1."}
-    )
-    reward_clip_range: tuple[float, float] | None = field(
-        default=None, metadata={"help": "RLOO: clip rewards to this range."}
-    )
+    # Settings of TRL's `RLOOConfig`, which its trainer reads, with TRL's defaults.
+    normalize_advantages = False
+    reward_clip_range = None
 
     def __post_init__(self):
         # The reference model would have to be sharded like the policy, and TRL does not do that.

@@ -55,7 +55,7 @@ def evaluate_tool_calls(
             failures.append({"question": case["question"], "problem": problem, "answer": answer})
     scores = {"score": 1 - len(failures) / len(cases), "right calls": num_called / len(cases)}
     metrics = {name: {"value": value, "stderr": None} for name, value in scores.items()}
-    facts = {"dataset": None, "num_fewshot": 0, "num_examples": len(cases), "group": None}
+    facts = {"num_fewshot": 0, "num_examples": len(cases), "group": None}
     return facts | {"metrics": metrics, "failures": failures}
 
 

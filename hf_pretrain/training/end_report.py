@@ -252,13 +252,13 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
     return [(label, shlex.join(words)) for label, words in commands]
 
 
-def write_curve(args: LMTrainingArguments, state: TrainerState, unigram: float | None) -> None:
+def write_curve(args: LMTrainingArguments, state: TrainerState) -> None:
     """Write the loss curve of a run, for its model card."""
     # The import of matplotlib is slow, and no run needs charts before it ends.
     from ..reports.page import write_loss_curve
 
     run = Run("", read_launches(args.output_dir), state.log_history)
-    write_loss_curve(run, Path(args.output_dir, CURVE_NAME), unigram=unigram)
+    write_loss_curve(run, Path(args.output_dir, CURVE_NAME))
 
 
 def write_run_page(args: LMTrainingArguments, state: TrainerState, *, stopped: str | None = None) -> None:

@@ -207,7 +207,7 @@ def _end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple
     is_main = args.process_index == 0
     if is_main:
         # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
-        write_curve(args, trainer.state, facts.unigram_loss)
+        write_curve(args, trainer.state)
     if args.push_to_hub:
         trainer.push_to_hub()
     if is_main:

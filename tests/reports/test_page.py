@@ -165,10 +165,10 @@ def test_the_page_of_reinforcement_shows_rewards(tmp_path):
 
 
 def test_the_loss_curve_is_a_picture(tmp_path):
-    write_loss_curve(write_run(tmp_path / "mine"), tmp_path / "curve.png", unigram=7.0)
+    write_loss_curve(write_run(tmp_path / "mine"), tmp_path / "curve.png")
     assert num_coloured((tmp_path / "curve.png").read_bytes()) > 300
     # A run that logged nothing has an empty one.
-    write_loss_curve(Run("", []), tmp_path / "curve.png", unigram=7.0)
+    write_loss_curve(Run("", []), tmp_path / "curve.png")
     assert num_coloured((tmp_path / "curve.png").read_bytes()) == 0
 
 
