@@ -1,6 +1,6 @@
 """Command-line arguments that name the data and determine how it becomes packed sequences."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,8 @@ class DataArguments(SourceArguments):
     def kind_name(self) -> str:
         return "text"
 
-    @property
-    def encoder(self) -> ConversationEncoder | None:
-        """Encoder of conversations; `None` for text."""
+    def encoder(self, seed: int | None = None) -> ConversationEncoder | None:
+        """Return the encoder of conversations, with a seed for its draws; `None` for text."""
         return None
 
     def prepare_rows(
@@ -165,16 +164,13 @@ class DataArguments(SourceArguments):
         """
         if isinstance(documents, Dataset) and len(documents) == 0:
             return None, None
-        encoder = self.encoder
-        if encoder is not None and (encoder.add_system_ratio or encoder.empty_think_ratio is not None):
-            encoder = replace(encoder, seed=seed)
         return prepare_rows(
             documents,
             tokenizer,
             max_length=self.max_length,
             packing_strategy=self.packing,
             num_proc=self.num_proc,
-            encoder=encoder,
+            encoder=self.encoder(seed),
         )
 
 
@@ -234,12 +230,12 @@ class ChatArguments(DataArguments):
     def kind_name(self) -> str:
         return "text" if self.dataset_kind == "text" else "conversations"
 
-    @property
-    def encoder(self) -> ConversationEncoder | None:
-        """Encoder of conversations; `None` for text."""
+    def encoder(self, seed: int | None = None) -> ConversationEncoder | None:
         if self.dataset_kind == "text":
             return None
         # Unset differs from false: the template then uses its own default.
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
         weights = parse_span_weights(self.span_weights)
-        return ConversationEncoder(self.train_on, weights, kwargs, self.add_system_ratio, self.empty_think_ratio)
+        ratios = (self.add_system_ratio, self.empty_think_ratio)
+        # Without draws, the cached rows do not depend on the seed.
+        return ConversationEncoder(self.train_on, weights, kwargs, *ratios, seed=None if ratios == (0, None) else seed)

@@ -124,7 +124,8 @@ def load_documents(
     described = str(([part.info.description for part in rows], weights, validation_fraction, train_fraction))
     if not streaming:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
-        described = "; ".join(filter(None, (share, rejected.describe_count(), passes)))
+        skipped = f"{rejected.num_rejected:,} bad lines skipped" if rejected.num_rejected else ""
+        described = "; ".join(filter(None, (share, skipped, passes)))
     train.info.description = described
     return train, validation
 

@@ -29,10 +29,6 @@ from ..runtime.names import DatasetName
 from .formats import file_format
 
 
-# The split of a name without one.
-DEFAULT_SPLIT = "train"
-
-
 def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None = None) -> Dataset | IterableDataset:
     """
     Return a split of a Hub dataset. Without streaming, it is a table in the cache, mapped into memory.
@@ -52,7 +48,7 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
             dataset.repo_id,
             dataset.config,
             revision=dataset.revision,
-            split=dataset.split or DEFAULT_SPLIT,
+            split=dataset.split or "train",
             streaming=streaming,
             # NOTE: `load_dataset` refuses `num_proc` together with streaming.
             num_proc=None if streaming else num_proc,

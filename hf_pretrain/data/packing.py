@@ -116,7 +116,9 @@ def prepare_rows(
     # Text needs no weights: every token has the weight 1.
     is_weighted = encoder is not None
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
-    encode = partial(_encode_batch, tokenizer=tokenizer, encoder=encoder, max_length=max_length)
+    encode: Callable[..., dict[str, list]] = partial(_encode_texts, tokenizer=tokenizer)
+    if encoder is not None:
+        encode = partial(encoder, tokenizer=tokenizer, max_length=max_length)
     key = _encoding_key(tokenizer, encoder, max_length)
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
@@ -165,6 +167,7 @@ def _encode(
     return documents.map(
         encode,
         batched=True,
+        input_columns="text",
         remove_columns=["text"],
         features=features,
         num_proc=num_processes,
@@ -202,21 +205,14 @@ def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int)
     )
 
 
-def _encode_batch(
-    batch: dict[str, list[str]],
-    tokenizer: PreTrainedTokenizerFast,
-    encoder: ConversationEncoder | None,
-    max_length: int,
-) -> dict[str, list]:
-    """Tokenize a batch of documents, as text or by the encoder."""
-    if encoder is None:
-        return {"input_ids": encode_documents(batch["text"], tokenizer)}
-    return encoder(batch["text"], tokenizer, max_length=max_length)
+def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> dict[str, list]:
+    """Tokenize texts."""
+    return {"input_ids": encode_documents(texts, tokenizer)}
 
 
 def _encode_and_pack_batch(
     batch: dict[str, list[str]],
-    encode: Callable[[dict[str, list[str]]], dict[str, list]],
+    encode: Callable[[list[str]], dict[str, list]],
     max_length: int,
     packing_strategy: str,
 ) -> dict[str, list]:
@@ -226,7 +222,7 @@ def _encode_and_pack_batch(
     One `map` does both, because with streams `datasets` passes Arrow tables slowly from one `map` to the next.
     """
     types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
-    encoded = encode(batch)
+    encoded = encode(batch["text"])
     arrays = {name: pa.chunked_array([pa.array(encoded[name], types[name])]) for name in types if name in encoded}
     return _pack_batch(pa.table(arrays), max_length, packing_strategy).to_pydict()
 

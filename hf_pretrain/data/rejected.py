@@ -12,8 +12,6 @@ from ..runtime.errors import UserError
 
 logger = logging.get_logger(__name__)
 
-# Number of bad lines that get a warning each.
-MAX_WARNINGS = 20
 # A stream compares the number of bad lines with the limit once per this many rows.
 RATIO_INTERVAL = 1000
 
@@ -58,20 +56,15 @@ class RejectedLines:
         self.listed.add((source, line))
         self.reasons[reason] += 1
         self.examples.setdefault(reason, f"{source}:{line}")
-        if len(self.listed) <= MAX_WARNINGS:
-            logger.warning(f"{source}:{line}: {reason}. This line is skipped.")
-        elif len(self.listed) == MAX_WARNINGS + 1:
-            logger.warning(f"More lines are skipped{f'; {self.path} lists all of them' if self.path else ''}.")
+        if len(self.listed) == 1:
+            others = f"; {self.path} lists all skipped lines" if self.path else ""
+            logger.warning(f"{source}:{line}: {reason}. This line is skipped{others}.")
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             entry = {"source": source, "line": line, "reason": reason}
             # Open the file for each line, so that a killed run has listed all of them.
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def describe_count(self) -> str:
-        """Return a text with the number of bad lines, or an empty one."""
-        return f"{self.num_rejected:,} bad lines skipped" if self.num_rejected else ""
 
     def check_ratio(self) -> None:
         """

@@ -95,12 +95,11 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
         `ValueError`: if two have the same name, or the run would train on one.
     """
     names = eval_names or []
+    # `embedded` holds all embedded parts.
+    parts = {"embedded": {*EMBEDDED_SOURCES}}
+    trained = set[str]().union(*(parts.get(name, {name}) for name in train_names))
     for name in names:
-        # `embedded` holds all embedded parts.
-        overlaps = (
-            {name, other} <= {"embedded", *EMBEDDED_SOURCES} for other in train_names if "embedded" in (name, other)
-        )
-        if name in train_names or any(overlaps) or names.count(name) > 1:
+        if parts.get(name, {name}) & trained or names.count(name) > 1:
             raise UserError(f"--eval_dataset_name {name} is named twice or also by --dataset_name. Name it once.")
     if len(names) < 2:
         return dict(zip([""], names, strict=False))

@@ -15,7 +15,6 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub.constants import HF_HOME
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.progress import announce
@@ -30,8 +29,6 @@ from .control_tokens import (
 )
 from .pretrained import load_tokenizer, save_tokenizer
 
-
-logger = logging.get_logger(__name__)
 
 # More text takes longer, and hardly changes the tokenizer.
 MAX_TRAINING_CHARS = 50_000_000
@@ -114,18 +111,12 @@ def load_or_train_tokenizer(
         return load_tokenizer(name_or_path)
     texts = _sample_texts(documents)
     # The key covers all inputs of the result: text, settings, templates, code and library version.
-    digest = hashlib.blake2b(digest_size=16)
     templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
-    recipe = [vocab_size, SPECIAL_TOKENS, *templates, _TRAINING_CODE, tokenizers.__version__]
-    for part in (json.dumps(recipe), *texts):
-        # No text contains a NUL, so the separator keeps ("ab", "c") and ("a", "bc") apart.
-        digest.update(part.encode() + b"\0")
-    directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest.hexdigest()
+    inputs = [vocab_size, SPECIAL_TOKENS, templates, _TRAINING_CODE, tokenizers.__version__, texts]
+    digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
+    directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest
     if directory.is_dir():
-        logger.info(f"Using the tokenizer that an earlier run trained on these documents: {directory}")
         return load_tokenizer(directory)
-
-    logger.info(f"Training a tokenizer with {vocab_size} entries on {len(texts)} documents")
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Rename a whole directory, so that no other process sees half a tokenizer. If another process was faster, the

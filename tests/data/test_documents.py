@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import json
+import os
 import pickle
 import re
 from collections import Counter
@@ -91,9 +92,9 @@ def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, strea
         assert sorted(texts_of(train, validation)) == sorted(GOOD_TEXTS)
         listed = [json.loads(line) for line in rejected.read_text(encoding="utf-8").splitlines()]
         assert [(entry["source"], entry["line"]) for entry in listed] == [(name, number) for number in BAD_LINES]
-        for entry, (_, words), warning in zip(listed, BAD_LINES.values(), warnings, strict=True):
-            assert words in entry["reason"]
-            assert warning.startswith(f"{name}:{entry['line']}: ") and words in warning
+        assert all(words in entry["reason"] for entry, (_, words) in zip(listed, BAD_LINES.values(), strict=True))
+        (warning,) = warnings
+        assert warning.startswith(f"{name}:3: broken JSON") and str(rejected) in warning
         assert streaming or train.info.description == f"{len(BAD_LINES)} bad lines skipped"
 
 
@@ -109,26 +110,13 @@ def test_too_many_bad_lines_stop_the_run(tmp_path, streaming):
     assert str(tmp_path / "rejected.jsonl") in message
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     train, _ = load_documents([name], streaming=True, validation_fraction=0)
     assert len(list(train)) == len(TEXTS) and len(list(train)) == len(TEXTS)
     write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "one more"])
     with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
         list(train)
-
-    from_generator = Dataset.from_generator
-
-    def slowly(*args, **kwargs):
-        write_jsonl(tmp_path / "a.jsonl", TEXTS[1:])
-        return from_generator(*args, **kwargs)
-
-    monkeypatch.setattr(Dataset, "from_generator", slowly)
-    with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
-        load_documents([name])
-    monkeypatch.undo()
-    train, validation = load_documents([name])
-    assert len(train) + len(validation) == len(TEXTS) - 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -198,6 +186,9 @@ def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monke
         (data / place).mkdir(parents=True, exist_ok=True)
         write_jsonl(data / place / "a.jsonl", [{"text": f"text of {place}"}])
     (data / "notes.md").write_text("no data")
+    if hasattr(os, "mkfifo"):
+        # Nobody writes to it, so to open it would take forever.
+        os.mkfifo(data / "pipe.jsonl")
     (data / ".hidden.jsonl").write_text('{"text": "hidden"}\n')
     (data / "linked").symlink_to(elsewhere)
     (data / "sub" / "loop").symlink_to(data)

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import os
 
 import datasets
 import pyarrow as pa
@@ -149,14 +148,3 @@ def test_nulls_at_every_depth_of_a_table(tmp_path):
     found = {line["line"]: line["reason"] for line in map(json.loads, rejected.read_text().splitlines())}
     assert len(documents) == 1 and set(found) == set(range(2, 6))
     assert all(found[line].startswith(conversations[line][1]) for line in found)
-
-
-def test_two_thousand_files(tmp_path):
-    lines = LINES.splitlines(keepends=True)
-    for number in range(2_000):
-        (tmp_path / f"{number:05}.jsonl").write_bytes(lines[number])
-    if hasattr(os, "mkfifo"):
-        # Nobody writes to it, so to open it would take forever.
-        os.mkfifo(tmp_path / "pipe.jsonl")
-    train, validation = load_documents([str(tmp_path)], num_proc=1)
-    assert len(train) + len(validation) == 2_000
