@@ -178,7 +178,6 @@ def describe_run(trainer: Any, fixed_weights: dict[str, str]) -> dict[str, Any]:
         contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
     return {
         "world_size": args.world_size,
-        "threads": torch.get_num_threads(),
         "global_batch": args.rows_per_step,
         "layout": trainer.layout,
         "optimizer": optimizer_name(args),
@@ -219,12 +218,10 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
             f"Resuming from {checkpoint} would not be exact: {'; '.join(inexact)}. Restore the earlier settings "
             "and data, or resume nevertheless with --allow_inexact_resume."
         )
-    names = ("world_size", "threads") if args.device.type == "cpu" else ("world_size",)
-    if any(then[name] != now[name] for name in names):
+    if then["world_size"] != now["world_size"]:
         logger.warning(
-            f"{checkpoint} was saved by {then['world_size']} process(es) of {then['threads']} thread(s), and "
-            f"{now['world_size']} of {now['threads']} resume it. Each step takes the same rows, but random "
-            "numbers (dropout) or the last bits of sums differ. OMP_NUM_THREADS sets the number of threads."
+            f"{checkpoint} was saved by {then['world_size']} process(es), and {now['world_size']} resume it. Each "
+            "step takes the same rows, but random numbers (dropout) and the last bits of sums differ."
         )
     if inexact:
         logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")

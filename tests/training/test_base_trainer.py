@@ -99,15 +99,3 @@ def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
 
     never, often = trained("never"), trained("often", eval_strategy="steps", eval_steps=1)
     assert all(torch.equal(weight, often[name]) for name, weight in never.items())
-
-
-def test_a_run_that_resumes_with_other_threads_warns(tmp_path, caplog):
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        make_run_trainer(tmp_path, max_steps=2).train()
-        torch.set_num_threads(3)
-        make_run_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert "1 process(es) of 2 thread(s), and 1 of 3 resume it" in caplog.text
-    finally:
-        torch.set_num_threads(before)
