@@ -22,11 +22,6 @@ def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def checkpoint_step(path: str | Path) -> int:
-    """Return the step of a checkpoint path."""
-    return int(Path(path).name.rpartition("-")[2])
-
-
 def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> str | None:
     """
     Return the newest intact checkpoint in `output_dir`, or `None`. Rename newer ones that are damaged.
