@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from ..runtime.names import check_choices
 from .documents import load_documents
 from .draws import check_ratio
-from .encoding import ConversationEncoder, parse_span_weights
+from .encoding import ConversationEncoder
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from .sources import name_eval_sets
 
@@ -210,13 +210,6 @@ class ChatArguments(DataArguments):
             "choices": ("assistant", "last_turn", "all"),
         },
     )
-    span_weights: str = field(
-        default="",
-        metadata={
-            "help": "Loss weights within answers: <think>=10 weights the tokens <think> and </think>, and think=0.5 "
-            "the thought between them."
-        },
-    )
     preview: int = field(
         default=0, metadata={"help": "Print this many packed sequences, with trained tokens in colour, and stop."}
     )
@@ -235,7 +228,6 @@ class ChatArguments(DataArguments):
             return None
         # Unset differs from false: the template then uses its own default.
         kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
-        weights = parse_span_weights(self.span_weights)
         ratios = (self.add_system_ratio, self.empty_think_ratio)
         # Without draws, the cached rows do not depend on the seed.
-        return ConversationEncoder(self.train_on, weights, kwargs, *ratios, seed=None if ratios == (0, None) else seed)
+        return ConversationEncoder(self.train_on, kwargs, *ratios, seed=None if ratios == (0, None) else seed)

@@ -28,9 +28,6 @@ class ConversationEncoder:
     Args:
         train_on (`str`, defaults to `"assistant"`): train on these tokens only; with `last_turn`, only on the ones
             after the last answered message of the user; with `all`, on all tokens.
-        span_weights (`tuple` of pairs of `str` and `float`): weights other than 1 of trained tokens. `<think>` sets
-            the weight of the opening and closing marks, `think` the weight of the tokens between them. Any mark that
-            is one token works. Later pairs override earlier ones.
         chat_template_kwargs (`tuple` of pairs): variables of the template, such as `("enable_thinking", False)`. A
             conversation's own values override them.
         add_system_ratio (`float`, defaults to 0.0): share of the conversations that get a random system message.
@@ -40,7 +37,6 @@ class ConversationEncoder:
     """
 
     train_on: str = "assistant"
-    span_weights: tuple[tuple[str, float], ...] = ()
     chat_template_kwargs: tuple[tuple[str, Any], ...] = ()
     add_system_ratio: float = 0.0
     empty_think_ratio: float | None = None
@@ -62,7 +58,7 @@ class ConversationEncoder:
             conversation. The loss ignores the weight of the first token, because no token comes before it.
 
         Raises:
-            `ValueError`: if a mark in `span_weights` is not one token, or the template cannot render a conversation.
+            `ValueError`: if the template cannot render a conversation.
         """
         encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
         for text in texts:
@@ -73,8 +69,9 @@ class ConversationEncoder:
                 kwargs |= self._draw_empty_thought(text, messages, kwargs)
                 messages = add_system_message(messages, tools, seed=self.seed, ratio=self.add_system_ratio)
             ids, is_generated = encode_conversation(tokenizer, messages, tools, **kwargs)
-            answer_weights = _weigh_answers(np.array(is_generated), self._answer_weights(conversation))
-            weights = (answer_weights * self._weigh(np.array(ids), np.array(is_generated), tokenizer))[:max_length]
+            weights = _weigh_answers(np.array(is_generated), self._answer_weights(conversation))[:max_length]
+            # Tokens that the assistant does not generate get weight 0.
+            weights = weights if self.train_on == "all" else weights * is_generated[:max_length]
             # Without a trained token, for example because it is cut off before its first answer, nothing is left.
             end = max_length if weights[1:].any() else 0
             encoded["input_ids"].append(ids[:end])
@@ -103,30 +100,6 @@ class ConversationEncoder:
         # A template without empty thoughts by default writes them with this variable, but then leaves out the others.
         has_thought = any("reasoning_content" in message for message in messages)
         return {} if has_thought else thinking_variables(False)
-
-    def _weigh(self, ids: np.ndarray, is_generated: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-        """Return the weights of `ids`; all arrays are of shape `(num_tokens,)`."""
-        weights = np.ones(len(ids), np.float32)
-        for name, weight in self.span_weights:
-            mark = name.strip("<>")
-            # The marks are single tokens, so ids tell where they are.
-            opening, closing = (ids == self._mark_id(tokenizer, f"<{slash}{mark}>") for slash in ("", "/"))
-            # True from an opening mark (inclusive) to the closing mark (exclusive).
-            inside = np.cumsum(opening) - np.cumsum(closing) > 0
-            weights[(opening | closing) if name.startswith("<") else (inside & ~opening)] = weight
-        # Tokens that the assistant does not generate get weight 0, even within a span.
-        return weights if self.train_on == "all" else weights * is_generated
-
-    @staticmethod
-    def _mark_id(tokenizer: PreTrainedTokenizerFast, mark: str) -> int:
-        """Return the id of a mark; raise `ValueError` if it is not one token."""
-        index = tokenizer.get_added_vocab().get(mark)
-        if index is None:
-            raise UserError(
-                f"--span_weights: {mark} is not one token of this tokenizer. Its marks are "
-                f"{', '.join(token for token in tokenizer.get_added_vocab() if token.startswith('</'))}."
-            )
-        return index
 
 
 def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None) -> np.ndarray:
@@ -190,21 +163,3 @@ def encode_conversation(
     span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1
     ends = np.append(edges[:, 1], 0)  # index -1: before the first span, where nothing is generated
     return ids, [start < ends[i] for (start, _), i in zip(offsets, span.tolist(), strict=True)]
-
-
-def parse_span_weights(text: str) -> tuple[tuple[str, float], ...]:
-    """
-    Parse weights such as `<think>=10,think=0.5`.
-
-    Raises:
-        `ValueError`: for text of another form, or a weight that is negative or not finite.
-    """
-    pairs = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(<[^<>=/]+>|[^<>=/]+)=(\d*\.?\d+)", part)
-        if match is None:
-            raise UserError(
-                f"--span_weights: {part!r} is not of the form <think>=10 or think=0.5 with a weight of 0 or more."
-            )
-        pairs.append((match[1], float(match[2])))
-    return tuple(pairs)

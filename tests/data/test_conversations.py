@@ -18,7 +18,7 @@ from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import read_conversation, read_preference
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation, parse_span_weights
+from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preference_pairs import prepare_pairs
@@ -447,24 +447,6 @@ def test_train_on_the_last_turn(tokenizer):
     assert ConversationEncoder("last_turn")([text], tokenizer, max_length=200)["input_ids"] == [[]]
 
 
-def test_span_weights(tokenizer):
-    text = read_conversation({"messages": [USER, {**ANSWER, "reasoning_content": "two and two"}]})
-    encoder = ConversationEncoder(span_weights=parse_span_weights("think=0.5, <think>=10"))
-    (ids,), (weights,), _ = encoder([text], tokenizer, max_length=100).values()
-    opening, closing = (tokenizer.convert_tokens_to_ids(mark) for mark in ("<think>", "</think>"))
-    start, end = ids.index(opening), ids.index(closing)
-    assert weights[start] == weights[end] == 10
-    assert set(weights[start + 1 : end]) == {0.5} and set(weights[:start]) == {0}
-    assert weights[end + 1 : -1].tolist() == [1] * (len(ids) - end - 2)
-    (_,), (weights,), _ = ConversationEncoder("all")([text], tokenizer, max_length=100).values()
-    assert set(weights) == {1}
-    with pytest.raises(ValueError, match="<answer> is not one token"):
-        ConversationEncoder(span_weights=parse_span_weights("<answer>=2"))([text], tokenizer, max_length=100)
-    for wrong in ("think", "think=-1", "<think=2", "think=nan"):
-        with pytest.raises(ValueError, match="is not of the form <think>=10"):
-            parse_span_weights(wrong)
-
-
 def conversations(tokenizer, lengths) -> Dataset:
     messages = [
         [{"role": "user", "content": "two " * length}, {"role": "assistant", "content": "four " * (length + 1)}]
@@ -494,7 +476,7 @@ def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
 def test_packing_changes_no_loss(build_model, tokenizer, experts):
     model = build_model(vocab_size=len(tokenizer), **experts)
     documents = conversations(tokenizer, [3, 9, 1, 5, 7, 2])
-    encoder = ConversationEncoder(span_weights=())
+    encoder = ConversationEncoder()
     losses = []
     for packing in ("bfd", "none"):
         rows, _ = prepare_rows(documents, tokenizer, max_length=64, packing_strategy=packing, encoder=encoder)
