@@ -21,7 +21,6 @@ from ..weights.adapters import is_adapted
 from ..weights.layouts import LAYOUTS
 
 
-CURVE_NAME = "loss_curve.png"
 TAGS = ["minimind", "hf_pretrain"]
 
 
@@ -91,7 +90,6 @@ def format_run_card(
     training: list[tuple[str, str]],
     language: list[str] | None = None,
     license: str | None = None,
-    has_curve: bool = False,
 ) -> str:
     """
     Return the card of a training run, with the figures that it has measured so far.
@@ -104,7 +102,6 @@ def format_run_card(
         training (`list` of pairs of `str`): rows of the table "Training".
         language (`list[str]`, *optional*): ISO codes of the data.
         license (`str`, *optional*): the licence of the model.
-        has_curve (`bool`): whether the loss curve lies beside the card.
     """
     evaluations = find_evaluations(state.log_history)
     # The last evaluation measures the model that the card describes.
@@ -127,7 +124,6 @@ def format_run_card(
         origin=f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}.",
         tables=tables | {"Training": training},
         data=[f"Datasets: {facts.data_name}", *facts.data],
-        has_curve=has_curve,
     )
 
 

@@ -29,14 +29,13 @@ from transformers.utils import logging
 
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
-from .model_card import CURVE_NAME
 
 
 logger = logging.get_logger(__name__)
 
 # A run pushes only these files. A pattern such as *.json could publish training text.
 PUBLISHED = (
-    *(REPOCARD_NAME, CURVE_NAME, TRAINER_STATE_NAME, *CODE_FILES),
+    *(REPOCARD_NAME, TRAINER_STATE_NAME, *CODE_FILES),
     *("config.json", "generation_config.json", "model.safetensors", "evaluation.json"),
     *("adapter_config.json", "adapter_model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

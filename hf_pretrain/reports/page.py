@@ -74,13 +74,6 @@ def write_page(runs: list[Run], path: Path, *, title: str | None = None, notes: 
         (scratch / path.name).write_text(text, encoding="utf-8", errors="replace")
 
 
-def write_loss_curve(run: Run, path: Path) -> None:
-    """Write a PNG of training and validation loss (or reward) over tokens, for the model card."""
-    measure = "reward" if run.last("reward") is not None else "loss"
-    lines = _measure_lines([run], measure, over="tokens")
-    line_chart(lines, x_label=_X_LABELS["tokens"], y_label=_y_label([run], measure)).savefig(path, dpi=120)
-
-
 def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
     """Return the arguments, launches and versions that differ between runs, with the value of each run."""
     settings = []

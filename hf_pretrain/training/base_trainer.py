@@ -17,7 +17,7 @@ from ..checkpoints import sharded
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.padding_rows import RowSource, is_stream
-from ..hub.model_card import CURVE_NAME, RunFacts, format_run_card
+from ..hub.model_card import RunFacts, format_run_card
 from ..hub.pushing import HubPusher, create_repository
 from ..runtime.devices import compile_layers, keep_freed_blocks
 from ..runtime.errors import UserError
@@ -349,7 +349,6 @@ class RunTrainer(Trainer):
                 training=describe_training(self.args, self.state, self.layout),
                 language=self.args.hub_language,
                 license=self.args.hub_license,
-                has_curve=(directory / CURVE_NAME).is_file(),
             )
             (directory / REPOCARD_NAME).write_text(card, encoding="utf-8")
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..hub.model_card import CURVE_NAME, RunFacts
+from ..hub.model_card import RunFacts
 from ..model.presets import PRESETS
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..runtime.metrics import HEADLINES, named_figures
@@ -250,15 +250,6 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
             ("Next stage", ["hf-pretrain", stage, *words, *model, "--output_dir", f"{output_dir}-{stage}"])
         )
     return [(label, shlex.join(words)) for label, words in commands]
-
-
-def write_curve(args: LMTrainingArguments, state: TrainerState) -> None:
-    """Write the loss curve of a run, for its model card."""
-    # The import of matplotlib is slow, and no run needs charts before it ends.
-    from ..reports.page import write_loss_curve
-
-    run = Run("", read_launches(args.output_dir), state.log_history)
-    write_loss_curve(run, Path(args.output_dir, CURVE_NAME))
 
 
 def write_run_page(args: LMTrainingArguments, state: TrainerState, *, stopped: str | None = None) -> None:

@@ -29,7 +29,6 @@ from .end_report import (
     sample_answers,
     sample_continuations,
     unigram_loss,
-    write_curve,
     write_run_page,
 )
 from .micro_batch import fit_micro_batch
@@ -202,12 +201,10 @@ def _last_evaluation(trainer: RunTrainer) -> dict[str, float]:
 
 
 def _end_run(trainer: RunTrainer, metrics: dict[str, float], samples: list[tuple[str, str]]) -> None:
-    """Plot the loss curve, push with `--push_to_hub`, and print and record the report. All ranks must call it."""
+    """Push with `--push_to_hub`, and print and record the report. All ranks must call it."""
     args, facts = trainer.args, trainer.run_facts
     is_main = args.process_index == 0
-    if is_main:
-        # Plot before the push, which uploads the curve. Report after the push, because the report quotes its result.
-        write_curve(args, trainer.state)
+    # Report after the push, because the report quotes its result.
     if args.push_to_hub:
         trainer.push_to_hub()
     if is_main:

@@ -119,7 +119,7 @@ def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path
     assert f"Hub                {server.endpoint}/user/toy\n" in result.stdout
     repo = server.repos["user/toy"]
     assert repo.private
-    assert files_of(server) >= MODEL | TOKENIZER | {"trainer_state.json", "loss_curve.png"}
+    assert files_of(server) >= MODEL | TOKENIZER | {"trainer_state.json"}
     whole = {path.removeprefix("checkpoint-2/") for path in files_of(server) if path.startswith("checkpoint-")}
     assert whole >= CHECKPOINT | {"rng_state_0.pth", "rng_state_1.pth"}
     assert json.loads(repo.files["checkpoint-2/trainer_state.json"])["global_step"] == 2
@@ -168,7 +168,7 @@ def test_a_model_sharded_by_fsdp_has_our_code(run, server):
     arguments = ["--fsdp_size", "2", "--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end"]
     result = run(*arguments, launcher="torchrun")
     assert result.returncode == 0, result.stdout[-4000:]
-    assert files_of(server) == MODEL | TOKENIZER | {"trainer_state.json", "loss_curve.png"}
+    assert files_of(server) == MODEL | TOKENIZER | {"trainer_state.json"}
     assert json.loads(server.repos["user/toy"].files["config.json"])["architectures"] == ["MiniMindForCausalLM"]
 
 
@@ -319,7 +319,6 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
     assert "| learning rate | 0.0003, warmup 0.02, cosine_with_min_lr" in text
     assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU" in text
-    assert "![Loss over tokens](loss_curve.png)" in text
     assert "AutoModelForCausalLM.from_pretrained(\"user/toy\", trust_remote_code=True)" in text  # fmt: skip
 
 

@@ -17,7 +17,7 @@ SECRET = "a line of the training text"
 MODEL = {
     *("config.json", "generation_config.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "modeling_minimind.py"),
-    *("README.md", "loss_curve.png", "trainer_state.json", "evaluation.json"),
+    *("README.md", "trainer_state.json", "evaluation.json"),
 }
 # Files of a run and of other programs, none of which may be pushed.
 OTHERS = {

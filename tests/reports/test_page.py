@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page
 
-from hf_pretrain.reports.page import find_differences, write_loss_curve, write_page
+from hf_pretrain.reports.page import find_differences, write_page
 from hf_pretrain.reports.run_files import RECORD_NAME, Run, read_run, read_runs
 from hf_pretrain.runtime.errors import UserError
 from tests.invariants.launching import ROOT
@@ -162,14 +162,6 @@ def test_the_page_of_reinforcement_shows_rewards(tmp_path):
     for caption in ("Reward over tokens", "Loss over minutes", "Completion length", "KL divergence"):
         assert f"<figcaption>{caption}" in text
     assert "loss (GRPO)" in text and "mean reward" in text
-
-
-def test_the_loss_curve_is_a_picture(tmp_path):
-    write_loss_curve(write_run(tmp_path / "mine"), tmp_path / "curve.png")
-    assert num_coloured((tmp_path / "curve.png").read_bytes()) > 300
-    # A run that logged nothing has an empty one.
-    write_loss_curve(Run("", []), tmp_path / "curve.png")
-    assert num_coloured((tmp_path / "curve.png").read_bytes()) == 0
 
 
 def test_figures_over_tokens_and_minutes_have_one_point_per_step():

@@ -575,7 +575,7 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
         assert whole.returncode == 0, whole.stdout[-3000:]
         pushed = dict(server.repos["user/toy"].files)
     run = workspace / "whole"
-    expected = {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py", "loss_curve.png"}
+    expected = {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py"}
     assert expected <= {path.name for path in run.iterdir()} and expected <= pushed.keys()
     assert not list(run.rglob("training_args.bin"))
     assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
