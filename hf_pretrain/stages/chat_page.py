@@ -14,9 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..runtime.errors import needing_extra
 from ..tokenizer.control_tokens import thinking_variables
@@ -44,8 +42,7 @@ _HEAD = """<meta http-equiv="Content-Security-Policy" content="img-src 'self' da
 _CSS = "@media (max-width: 700px) { .row:has(#chat-1) > * { height: 38vh !important; min-height: 0 !important } }"
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """
     A model behind a server.
 
@@ -56,10 +53,6 @@ class Endpoint:
 
     model: str
     base_url: str
-
-    @cached_property
-    def client(self) -> Any:
-        return AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0)
 
 
 def begin_answer(history: History, text: str) -> History:
@@ -107,7 +100,8 @@ async def stream_answer(
     answer: Message = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     shown = 0.0
     try:
-        request = endpoint.client.chat.completions.create(
+        client: Any = AsyncOpenAI(base_url=endpoint.base_url, api_key="none", max_retries=0)
+        request = client.chat.completions.create(
             model=endpoint.model,
             messages=[
                 *([{"role": "system", "content": system}] if system else []),

@@ -19,40 +19,36 @@ SHORT = {
 END = {"loss": "eval_loss", "KL": "eval_kl", "reward": "eval_reward"}
 
 
+def find_row(name: str, table: str = "") -> list[str]:
+    """Return the cells of a row, after its name, in the first table of the section that follows a text."""
+    section = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8").partition("## Is my loss normal?")[2]
+    rows = section.partition(table)[2].partition("\n\n")[0] if table else section
+    (row,) = [line for line in rows.splitlines() if line.startswith(f"| `{name}` |")]
+    return [cell.strip() for cell in row.strip("|").split("|")][1:]
+
+
+def check_curve(losses: str, curve: list, num_steps: int) -> None:
+    """Compare figures such as `100: 5.32` with a recorded curve, whose logs cover the same number of steps each."""
+    figures = re.findall(r"(\d+): ([\d.]+)", losses)
+    per_log = num_steps // len(curve)
+    assert len(figures) >= 4 and int(figures[-1][0]) == num_steps
+    assert [value for _, value in figures] == [f"{curve[int(step) // per_log - 1][1]:.2f}" for step, _ in figures]
+
+
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_the_table_of_expected_losses_has_the_recorded_figures(stage):
-    text = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
-    _, _, section = text.partition("## Is my loss normal?")
-    (row,) = [line for line in section.splitlines() if line.startswith(f"| `make {stage}` |")]
-    _, steps, seconds, losses, end = [cell.strip() for cell in row.strip("|").split("|")]
+    steps, seconds, losses, end = find_row(f"make {stage}")
     recorded = EXPECTED[stage]
     assert (int(steps), int(seconds)) == (recorded["steps"], recorded["seconds"])
-    # Every log covers the same number of steps.
-    curve = recorded["curves"]["reward" if "reward" in losses else "loss"]
-    per_log = recorded["steps"] // len(curve)
-    figures = re.findall(r"(\d+): ([\d.]+)", losses)
-    assert len(figures) >= 4 and int(figures[-1][0]) == recorded["steps"]
-    for step, value in figures:
-        assert f"{curve[int(step) // per_log - 1][1]:.2f}" == value, step
+    check_curve(losses, recorded["curves"]["reward" if "reward" in losses else "loss"], recorded["steps"])
     for name, value in re.findall(r"(\w+) ([\d.]+)", end):
         assert f"{recorded['metrics'][END[name]]:.2f}" == value, name
 
 
-def section() -> str:
-    return (ROOT / "docs/getting-started.md").read_text(encoding="utf-8").partition("## Is my loss normal?")[2]
-
-
 @pytest.mark.parametrize("preset", SHORT)
 def test_the_table_of_short_runs_has_the_recorded_figures(preset):
-    table = section().partition("| validation loss |")[2].partition("\n\n")[0]
-    (row,) = [line for line in table.splitlines() if line.startswith(f"| `{preset}` |")]
-    _, rows, seconds, losses, end = [cell.strip() for cell in row.strip("|").split("|")]
+    rows, seconds, losses, end = find_row(preset, "| validation loss |")
     recorded = SHORT[preset]
     assert rows == f"{recorded['rows_per_step']} x {recorded['arguments']['max_length']}"
-    assert int(seconds) == round(recorded["seconds"])
-    curve = recorded["curves"]["loss"]
-    per_log = recorded["steps"] // len(curve)
-    figures = re.findall(r"(\d+): ([\d.]+)", losses)
-    assert len(figures) >= 4 and int(figures[-1][0]) == recorded["steps"]
-    assert [value for _, value in figures] == [f"{curve[int(step) // per_log - 1][1]:.2f}" for step, _ in figures]
-    assert end == f"{recorded['metrics']['eval_loss']:.2f}"
+    assert int(seconds) == round(recorded["seconds"]) and end == f"{recorded['metrics']['eval_loss']:.2f}"
+    check_curve(losses, recorded["curves"]["loss"], recorded["steps"])
