@@ -12,10 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, IterableDataset
 
-from hf_pretrain.data import caching, documents, packing, rejected, sources
+from hf_pretrain.data import caching, documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
 
@@ -42,11 +40,6 @@ def test_the_rule_of_the_split():
         assert documents.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
         assert documents.hashes_are_between([text], [origin], share - 1e-9, 1.0) == [True]
         assert documents.hashes_are_between([text], [origin], share + 1e-9, 1.0) == [False]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["a small tokenizer"], vocab_size=300)
 
 
 def texts_of(*parts):
@@ -302,40 +295,24 @@ def test_invalid_arguments_are_refused(names, arguments, words, tmp_path):
         load_documents([str(tmp_path / f"{name}.jsonl") for name in names], **arguments)
 
 
-def test_cache_follows_the_content(tmp_path, monkeypatch):
+def test_cache_follows_the_content_and_the_code(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     first, _ = load_documents([write_jsonl(path, ["one", "two"])], validation_fraction=0)
     with monkeypatch.context() as patch:
         patch.setattr(documents, "_make_row", None)
         again, _ = load_documents([str(path)], validation_fraction=0)
     assert texts_of(again) == ["one", "two"] and again._fingerprint == first._fingerprint
+    make_row = documents._make_row
+    with monkeypatch.context() as patch:
+        patch.setattr(caching, "CODE", "older")
+        patch.setattr(documents, "_make_row", lambda *args: {**make_row(*args), "text": "of an older version"})
+        assert texts_of(load_documents([str(path)], validation_fraction=0)[0]) == ["of an older version"] * 2
+    assert texts_of(load_documents([str(path)], validation_fraction=0)[0]) == ["one", "two"]
     changed, _ = load_documents([write_jsonl(path, ["one", "2.0"])], validation_fraction=0)
     assert texts_of(changed) == ["one", "2.0"] and changed._fingerprint != first._fingerprint
     path.write_text('{"text": "a", "body": "b"}')
     assert texts_of(load_documents([str(path)], validation_fraction=0)[0]) == ["a"]
     assert texts_of(load_documents([str(path)], validation_fraction=0, text_column="body")[0]) == ["b"]
-
-
-def test_the_cache_of_other_code_is_not_used(tmp_path, tokenizer, monkeypatch):
-    name = write_jsonl(tmp_path / "a.jsonl", ["a number"])
-
-    def prepare():
-        documents, _ = load_documents([name], validation_fraction=0)
-        return prepare_rows(documents, tokenizer, max_length=64)[0]["input_ids"][0]
-
-    def make_row(*args):
-        return {**_make_row(*args), "text": "of an older version"}
-
-    def encode(texts, tokenizer):
-        return [[*ids, 0] for ids in encode_documents(texts, tokenizer)]
-
-    _make_row, encode_documents = documents._make_row, packing.encode_documents
-    with monkeypatch.context() as older:
-        older.setattr(caching, "CODE", "older")
-        older.setattr(documents, "_make_row", make_row)
-        older.setattr(packing, "encode_documents", encode)
-        assert tokenizer.decode(prepare(), skip_special_tokens=True) == "of an older version"
-    assert prepare() == encode_documents(["a number"], tokenizer)[0]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -136,6 +136,9 @@ def test_a_second_run_uses_the_cache(tokenizer, texts, tmp_path, monkeypatch):
     other = train_tokenizer(["the cat sat on the mat"], vocab_size=300)
     other.eos_token = other.pad_token
     assert prepare_rows(documents, other, max_length=32)[0][0]["input_ids"][-1] == 0
+    monkeypatch.setattr(caching, "CODE", "other")
+    monkeypatch.setattr(packing, "encode_documents", lambda texts, tokenizer: [[7, 8]] * len(texts))
+    assert prepare_rows(documents, tokenizer, max_length=32)[1].num_tokens == 2 * len(texts)
 
 
 def test_mistakes_are_named(tokenizer):
