@@ -181,9 +181,9 @@ def test_a_test_file_is_evaluated_whole(model, tokenizer, talker, tmp_path):
 def test_the_loss_by_position_with_and_without_yarn(model, tokenizer, talker, tmp_path, capsys):
     texts = ["It rains in Oslo. " * 30, "two and two " * 100]
     data = write_jsonl(tmp_path / "test.jsonl", texts)
-    words = ["--model_name_or_path", str(talker), "--dataset_name", data, "--results_dir", str(tmp_path)]
+    words = ["--model_name_or_path", str(talker), "--eval_dataset_name", data, "--results_dir", str(tmp_path)]
     words += ["--max_length", "640", "--use_cpu", "--bf16", "false", "--disable_tqdm", "true"]
-    words += ["--validation_fraction", "1", "--loss_by_position", "--inference_rope_scaling", "256:4"]
+    words += ["--loss_by_position", "--inference_rope_scaling", "256:4"]
     main(*parse_args(ModelArguments, ValidationArguments, EvaluationArguments, stage="evaluate", argv=words))
     results = json.loads((tmp_path / "evaluation.json").read_text())
     scaled = MiniMindForCausalLM(extend_positions(model.config, "256:4")).eval()
