@@ -26,9 +26,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 
 
 def check_output(path: str | Path, flag: str) -> None:
-    """Raise `ValueError` for an output path that is empty, or inside a checkpoint."""
-    if not str(path).strip():
-        raise UserError(f"{flag} is empty, which would mean the current directory. Name the place to write to.")
+    """Raise `ValueError` for an output path inside a checkpoint. The parser refuses an empty one."""
     resolved = Path(path).expanduser().resolve()
     for directory in (resolved, *resolved.parents):
         if all((directory / name).is_file() for name in _CHECKPOINT_FILES):

@@ -184,7 +184,9 @@ class RequestGuard:
         try:
             # Clients read a response only after they have sent everything.
             body = await _read(receive)
-            _check_headers(Headers(scope=scope))
+            # Without the server's permission, a browser sends no JSON to another origin. This server permits nothing.
+            if not Headers(scope=scope).get("content-type", "").lower().startswith("application/json"):
+                raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
             fields = self._check_fields(scope["path"], body)
         except HTTPException as error:
             await JSONResponse({"detail": error.detail}, error.status_code)(scope, receive, send)
@@ -238,10 +240,3 @@ async def _read(receive: Receive) -> bytes:
     if size > MAX_BYTES:
         raise HTTPException(400, f"The request has {size:,} bytes; {MAX_BYTES:,} are allowed.")
     return b"".join(parts)
-
-
-def _check_headers(headers: Headers) -> None:
-    """Refuse requests that a web page of another origin may have sent."""
-    # Without the server's permission, a browser sends no JSON to another origin. This server does not permit it.
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
