@@ -119,13 +119,27 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {
 
 
 def check_task(functions: list[Any], task: dict[str, Any]) -> None:
-    """Raise `BadRecord` for a task that a built-in reward among `functions` cannot use: try an empty answer."""
-    for name, reward in REWARDS.items():
-        if reward in functions:
-            try:
-                reward([""], **{column: [value] for column, value in task.items()})
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                raise BadRecord(f"--rewards {name} cannot use this task ({error}); mend or drop the line") from error
+    """
+    Raise `BadRecord` for a task that a built-in reward among `functions` cannot use, or that no reward applies to: try
+    an empty answer.
+    """
+    names = {reward: name for name, reward in REWARDS.items()}
+    applies = False
+    for reward in functions:
+        if reward not in names:
+            # It may be a model, whose answer takes time.
+            applies = True
+            continue
+        try:
+            applies |= reward([""], **{column: [value] for column, value in task.items()}) != [None]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            message = f"--rewards {names[reward]} cannot use this task ({error}); mend or drop the line"
+            raise BadRecord(message) from error
+    if not applies:
+        raise BadRecord(
+            f"--rewards {' '.join(names[reward] for reward in functions)} gives no score, because this "
+            "task lacks its column: format needs `answer_format`, and arithmetic `solution`. Pass other --rewards"
+        )
 
 
 def load_reward_functions(

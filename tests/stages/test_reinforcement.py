@@ -27,7 +27,7 @@ from hf_pretrain.stages.reinforcement import (
     TaskArguments,
     task_check,
 )
-from hf_pretrain.stages.rewards import agent_reward
+from hf_pretrain.stages.rewards import REWARDS, agent_reward
 from hf_pretrain.stages.tools import calculator
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
@@ -365,14 +365,14 @@ def test_each_rollout_has_the_tools_and_the_thinking_of_its_record(tokenizer, tm
 
 def test_tasks_whose_tools_the_model_could_not_use_are_refused(tokenizer):
     prompt = [{"role": "user", "content": "Sky?", "tools": json.dumps([get_json_schema(calculator)])}]
-    how = {"max_prompt_length": 4000}
-    task_check([], tokenizer, tools=[calculator], **how)({"prompt": prompt})
+    length, how = REWARDS["length"], {"max_prompt_length": 4000}
+    task_check([length], tokenizer, tools=[calculator], **how)({"prompt": prompt})
     with pytest.raises(BadRecord, match="offers the tool calculator, which is not in --tools"):
-        task_check([], tokenizer, tools=MINIMIND_TOOLS, **how)({"prompt": prompt})
+        task_check([length], tokenizer, tools=MINIMIND_TOOLS, **how)({"prompt": prompt})
     mute = copy.deepcopy(tokenizer)
     mute.chat_template = "{{ messages[0].content }}"
     with pytest.raises(UserError, match="describes no tools"):
-        task_check([], mute, **how)({"prompt": prompt})
+        task_check([length], mute, **how)({"prompt": prompt})
 
 
 BRACKETS = "[" * 100_000

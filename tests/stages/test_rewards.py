@@ -19,6 +19,7 @@ from hf_pretrain.stages.rewards import (
     REWARDS,
     agent_reward,
     arithmetic_reward,
+    check_task,
     format_reward,
     load_reward_functions,
 )
@@ -357,6 +358,14 @@ UNUSABLE = {
     ],
     "the prompt is longer than the 100 tokens": [{"prompt": "long " * 100}],
 }
+
+
+def test_a_task_that_no_reward_applies_to_is_rejected():
+    task = {"prompt": [{"role": "user", "content": "Why?"}]}
+    with pytest.raises(BadRecord, match="--rewards format arithmetic gives no score"):
+        check_task([REWARDS["format"], REWARDS["arithmetic"]], task)
+    check_task([REWARDS["format"], REWARDS["length"]], task)
+    check_task([REWARDS["format"], len], task)
 
 
 def test_unusable_tasks_are_rejected(tmp_path):
