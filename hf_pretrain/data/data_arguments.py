@@ -121,7 +121,7 @@ class DataArguments(SourceArguments):
     packing: str = field(
         default="bfd",
         metadata={
-            "help": "How documents share packed sequences: bfd (best fit decreasing) or none.",
+            "help": "How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
             "choices": PACKING_STRATEGIES,
         },
     )

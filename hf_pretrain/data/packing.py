@@ -26,7 +26,7 @@ from .caching import GROUP_SIZE, cache_key, count_processes, digest
 from .encoding import ConversationEncoder
 
 
-PACKING_STRATEGIES = ("bfd", "none")
+PACKING_STRATEGIES = ("bfd", "wrapped", "none")
 # In shorter rows, bos and eos alone would be a large share of the tokens.
 MIN_LENGTH = 8
 
@@ -94,7 +94,8 @@ def prepare_rows(
         tokenizer ([`PreTrainedTokenizerFast`]): with bos and eos, which enclose each document.
         max_length (`int`): maximum number of tokens in a row.
         packing_strategy (`str`, defaults to `"bfd"`): `bfd` fills the rest of each row with the longest document that
-            fits, and splits documents longer than a row. `none` gives each document a row and truncates it at
+            fits, and splits documents longer than a row. `wrapped` cuts the concatenated documents into rows; the rest
+            of a document that is cut becomes a separate document. `none` gives each document a row and truncates it at
             `max_length`. Documents are packed in groups of 10,000.
         num_proc (`int`, *optional*): number of processes that tokenize; by default one per core, up to 8. It does not
             change the rows.
@@ -108,11 +109,14 @@ def prepare_rows(
         `float32`).
 
     Raises:
-        `ValueError`: if `max_length` is below 8, or if no conversation has a trained token.
+        `ValueError`: if `packing_strategy` is `wrapped` with an encoder; if `max_length` is below 8; or if
+            no conversation has a trained token.
     """
     assert packing_strategy in PACKING_STRATEGIES
     if max_length < MIN_LENGTH:
         raise UserError(f"max_length={max_length} is too short to learn from. Use at least {MIN_LENGTH}.")
+    if encoder is not None and packing_strategy == "wrapped":
+        raise UserError("--packing wrapped would cut conversations apart. Use bfd or none.")
     # Text needs no weights: every token has the weight 1.
     is_weighted = encoder is not None
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
@@ -248,6 +252,11 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
     if packing_strategy == "none":
         lengths = np.minimum(lengths, max_length)
         row_of = np.arange(len(starts))
+    elif packing_strategy == "wrapped":
+        # A piece ends with its document or its row, whichever comes first. `union1d` sorts, and keeps a start once.
+        starts = np.union1d(starts, np.arange(0, offsets[-1], max_length))
+        lengths = np.diff(starts, append=offsets[-1])
+        row_of = starts // max_length
     else:
         starts, lengths = _split_long(starts, lengths, max_length)
         row_of = _best_fit_decreasing(lengths, max_length)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import REPOCARD_NAME
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import sharded
@@ -48,9 +48,8 @@ class RunTrainer(Trainer):
 
     args: LMTrainingArguments
 
-    def __init__(self, model: Any, *, args: LMTrainingArguments, run_facts: RunFacts | None = None, **kwargs: Any):
-        if not isinstance(args, LMTrainingArguments):
-            raise UserError("The trainer needs LMTrainingArguments of hf_pretrain, which have all TrainingArguments.")
+    def __init__(self, model: Any, *, args: TrainingArguments, run_facts: RunFacts | None = None, **kwargs: Any):
+        args = args if isinstance(args, LMTrainingArguments) else LMTrainingArguments.of(args)
         self.run_facts = run_facts or RunFacts()
         if kwargs.get("eval_dataset") is None:
             # Our arguments evaluate by default, and Trainer refuses to evaluate without data.

@@ -4,8 +4,8 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -272,6 +272,12 @@ class LMTrainingArguments(TrainingArguments):
             self.torch_compile = bool(self.compile_options) or (device_type == "cuda" and not is_deepspeed)
         self.compiles_layers = self.torch_compile
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+
+    @classmethod
+    def of(cls, args: TrainingArguments) -> Self:
+        """Return plain `TrainingArguments` as ours, with AdamW and with our other flags off."""
+        given = {each.name: vars(args)[each.name] for each in fields(args)}
+        return cls(**given, optim_preset="adamw")
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

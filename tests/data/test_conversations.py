@@ -470,6 +470,8 @@ def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
     assert [row["loss_mask"] for row in streamed] == [row["loss_mask"] for row in rows]
     with pytest.raises(ValueError, match="None of 1 conversations has anything to train on"):
         prepare_rows(conversations(tokenizer, [40]), tokenizer, max_length=32, encoder=ConversationEncoder())
+    with pytest.raises(ValueError, match="would cut conversations apart"):
+        prepare_rows(documents, tokenizer, max_length=32, packing_strategy="wrapped", encoder=ConversationEncoder())
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.1}])

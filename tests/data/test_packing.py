@@ -92,6 +92,21 @@ def test_best_fit_equals_a_naive_search(seed):
     assert sorted(spaces) == naive_best_fit_decreasing(lengths.tolist(), 64)
 
 
+def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
+    rows, report = prepare_rows(
+        Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="wrapped"
+    )
+    documents = encode_documents(texts, tokenizer)
+    stream = [token for document in documents for token in document]
+    assert [row["input_ids"] for row in rows] == [stream[i : i + 16] for i in range(0, len(stream), 16)]
+    # A document begins at each bos and at the beginning of each row.
+    for row in pieces_of(rows):
+        for index, piece in enumerate(row):
+            assert index == 0 or piece[0] == tokenizer.bos_token_id
+            assert tokenizer.bos_token_id not in piece[1:]
+    assert report.num_tokens == len(stream) and report.num_tokens_lost == 0
+
+
 def test_none_is_one_document_per_row(tokenizer, texts):
     rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="none")
     documents = encode_documents(texts, tokenizer)

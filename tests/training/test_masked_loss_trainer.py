@@ -147,18 +147,12 @@ def test_plain_use_in_a_notebook_follows_the_formula(tmp_path, make_rows, batch)
     documents = make_documents()
     model = make_model(4)
     ce_loss, aux_loss = written_out_loss(model, documents)
-    arguments = LMTrainingArguments(
+    arguments = TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=-(-len(documents) // batch),
         **{"num_train_epochs": 2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
-        **{
-            "save_strategy": "epoch",
-            "eval_strategy": "epoch",
-            "bf16": False,
-            "learning_rate": 1e-3,
-            "warmup_steps": 0,
-        },
+        **{"save_strategy": "epoch", "eval_strategy": "epoch"},
     )
     rows = make_rows(documents)
     trainer = MaskedLossTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
