@@ -180,8 +180,9 @@ def main() -> None:
         cut(part, tokenizer, max_length) for part in load_documents(["embedded"], schema="conversation")
     )
     shutil.rmtree(theirs, ignore_errors=True)
-    # nanochat trains on all shards but the last one.
-    write_shards(theirs / "base_data_climbmix", [part["text"] for part in texts], "text")
+    # nanochat trains on all shards but the last one, in their order: its own shards are shuffled.
+    shards = [part.shuffle(seed=42)["text"] for part in texts]
+    write_shards(theirs / "base_data_climbmix", shards, "text")
     tasks = theirs / "task_data"
     write_shards(tasks / "HuggingFaceTB--smol-smoltalk/default/train", [train], "messages")
     write_shards(tasks / "HuggingFaceTB--smol-smoltalk/default/test", [validation], "messages")
