@@ -38,8 +38,9 @@ class MiniMindRewardTrainer(RouterLossMixin, RewardTrainer):
     """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
 
     def __init__(self, model: MiniMindForSequenceClassification, **kwargs: Any):
-        super().__init__(model, **kwargs)
+        # TRL's other trainers set it. `RouterLossMixin` reads it.
         self.router_aux_loss_coef = model.config.router_aux_loss_coef
+        super().__init__(model, **kwargs)
 
     def _row_source(self, *args: Any) -> RowSource:
         return whole_batches(self, *args)
