@@ -48,8 +48,10 @@ class RunTrainer(Trainer):
 
     args: LMTrainingArguments
 
-    def __init__(self, model: Any, *, args: TrainingArguments, run_facts: RunFacts | None = None, **kwargs: Any):
-        args = args if isinstance(args, LMTrainingArguments) else LMTrainingArguments.of(args)
+    def __init__(
+        self, model: Any, *, args: TrainingArguments | None = None, run_facts: RunFacts | None = None, **kwargs: Any
+    ):
+        args = args if isinstance(args, LMTrainingArguments) else LMTrainingArguments.of(args or TrainingArguments())
         self.run_facts = run_facts or RunFacts()
         if kwargs.get("eval_dataset") is None:
             # Our arguments evaluate by default, and Trainer refuses to evaluate without data.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
@@ -34,7 +34,6 @@ from .base_trainer import RunTrainer
 from .launch import check_micro_batch
 from .measurements import Meter, flops_per_token, known_peak
 from .stopping import end_nonfinite_run
-from .training_arguments import LMTrainingArguments
 
 
 class MaskedLossTrainer(RunTrainer):
@@ -65,7 +64,7 @@ class MaskedLossTrainer(RunTrainer):
     def __init__(
         self,
         model: PreTrainedModel,
-        args: LMTrainingArguments,
+        args: TrainingArguments | None = None,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
         **kwargs: Any,
     ):
