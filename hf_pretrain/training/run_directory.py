@@ -18,13 +18,14 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 from huggingface_hub import get_token
 from transformers import TrainingArguments
 from transformers.utils import logging
@@ -129,7 +130,7 @@ class RunDirectory:
         _name_tracked_run(args, launches if checkpoint else [])
         entry = {
             "started": now(),
-            "command": os.environ.get(COMMAND_VARIABLE) or shlex.join([sys.executable, *sys.argv]),
+            "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
             "launcher": args.launcher,
             "launch": args.launch_description,
             "rows_per_step": args.rows_per_step,
@@ -234,6 +235,21 @@ def _name_tracked_run(args: LMTrainingArguments, earlier: list[dict[str, Any]]) 
 
 def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _find_command() -> str:
+    """
+    Return the command with which the user started this run: that of the outermost process above this one that names
+    the recipe, such as torchrun, deepspeed or accelerate, or of this process itself. Pasted, it starts all ranks.
+    """
+    words = [sys.executable, *sys.argv]
+    # Another user may own a process above.
+    with suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            if sys.argv[0] not in process.cmdline():
+                break
+            words = process.cmdline()
+    return shlex.join(words)
 
 
 def _commit() -> str | None:

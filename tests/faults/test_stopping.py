@@ -103,7 +103,6 @@ def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm):
         assert output.count("exitcode  : 143") == 2
 
 
-@pytest.mark.faults
 def test_the_command_on_the_page_resumes_with_all_ranks(harm, tmp_path):
     harm(to_launcher(signal.SIGTERM), "torchrun")
     page = html.unescape((tmp_path / "run/report.html").read_text(encoding="utf-8"))
