@@ -151,6 +151,7 @@ class TrainerProgram:
         # On the device: to read them in a step would wait for it. On GPUs, the collator runs in other processes.
         self.num_tokens: list[torch.Tensor] = []
         trainer.add_callback(self.clock)
+        self.dynamo_plugin = trainer.accelerator.state.dynamo_plugin
         get_batches = trainer.get_batch_samples
 
         def counting(*args, **kwargs):
@@ -162,6 +163,8 @@ class TrainerProgram:
 
     def __call__(self, num_steps: int) -> Steps:
         self.num_tokens.clear()
+        # NOTE: accelerate keeps one state for all trainers of a process, and each new trainer overwrites it.
+        self.trainer.accelerator.state.dynamo_plugin = self.dynamo_plugin
         self.trainer.args.max_steps = num_steps + NUM_WARMUP_STEPS
         self.trainer.train()
         # Measure between the ends of two steps, which excludes the start and the end of `train()`.

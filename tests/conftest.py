@@ -119,14 +119,14 @@ def weights_by_document(query, key, cu_seq_lens, window_size, scale):
 
 @pytest.fixture
 def varlen_kernel(monkeypatch):
-    """Put a CPU kernel, forward and backward, behind torch's `varlen_attn`; return the lengths of its calls."""
+    """Put CPU kernels behind torch's `varlen_attn`; return the lengths and the number of key heads of its calls."""
     calls = []
 
     def repeat(states, query):
         return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
 
     def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window_size, *rest):
-        calls.append((cu_q.tolist(), max_q, max_k))
+        calls.append((cu_q.tolist(), max_q, max_k, key.shape[1]))
         key, value = repeat(key, query), repeat(value, query)
         output, normaliser = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
         for part, scores, weights in weights_by_document(query, key, cu_q, window_size, scale):

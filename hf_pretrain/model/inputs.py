@@ -72,7 +72,7 @@ def check_names(arguments: dict[str, Any], *, has_positions: bool):
     transformers may rename an argument or add one. If `forward` ignored it, the results would be wrong without an
     error. The heads pass their unknown arguments on to the decoder, so this check covers them too.
     """
-    unknown = sorted(name for name in arguments.keys() - KNOWN_ARGUMENTS if arguments[name] is not None)
+    unknown = sorted(name for name in arguments if name not in KNOWN_ARGUMENTS and arguments[name] is not None)
     if unknown:
         raise TypeError(
             f"MiniMind's forward does not know the argument {', '.join(unknown)}, which could change the result. "

@@ -6,6 +6,7 @@ Attention over packed sequences: each document attends only to itself, at a cost
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 from transformers.modeling_utils import AttentionInterface
 
 
-# NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads (`enable_gqa`).
-HAS_VARLEN_ATTN = torch.__version__ >= "2.12"
+# NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads.
+SHARES_KEY_HEADS = torch.__version__ >= "2.12"
 # NOTE: from capability 9.0 on, torch would leave scaled dot product attention to cuDNN. The cuDNN of torch 2.13 gave
 # NaN gradients with a mask (pytorch#196678), and wrong samples on a B200 (pytorch#193893). Every program that loads
 # the model imports this file.
@@ -179,7 +180,6 @@ def find_visible(
     # `varlen_attn` needs an Ampere GPU or newer, half precision and a supported head_dim; it has no dropout.
     in_groups = (
         device.type != "cuda"
-        or not HAS_VARLEN_ATTN
         or compute_dtype(inputs_embeds) not in (torch.bfloat16, torch.float16)
         or config.head_dim % 8 > 0
         or config.head_dim > 256
@@ -239,11 +239,13 @@ def packed_attention_forward(
     else:
         cu_seq_lens = packed_documents.cu_seq_lens
         lengths = (cu_seq_lens, cu_seq_lens, packed_documents.max_length, packed_documents.max_length)
-        is_grouped_query = module.num_key_value_groups > 1
         # The window (-1, 0) reaches any number of tokens back and none ahead: causal attention.
-        output = varlen_attn(
-            query, key, value, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped_query
-        )
+        options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+        if SHARES_KEY_HEADS:
+            options["enable_gqa"] = module.num_key_value_groups > 1
+        else:
+            key, value = (states.repeat_interleave(module.num_key_value_groups, dim=1) for states in (key, value))
+        output = varlen_attn(query, key, value, *lengths, **options)
     return output.unflatten(0, (batch_size, seq_len)), None
 
 

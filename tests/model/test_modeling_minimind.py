@@ -25,7 +25,7 @@ from hf_pretrain import (
     MiniMindForSequenceClassification,
     MiniMindModel,
 )
-from hf_pretrain.model import experts
+from hf_pretrain.model import experts, packed_attention
 from hf_pretrain.model.configuration_minimind import TESTED_VERSIONS
 from hf_pretrain.model.loss import linear_masked_cross_entropy
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks
@@ -375,9 +375,11 @@ def test_a_layer_is_one_graph_for_any_documents(build_model, varlen_kernel, over
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "torch 2.11"])
 @pytest.mark.parametrize("counted", [True, False], ids=["collator", "positions"])
-def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
+def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, monkeypatch, counted, is_grouped):
     """Check the branch for GPUs in half precision, with a written-out kernel in place of FlashAttention."""
+    monkeypatch.setattr(packed_attention, "SHARES_KEY_HEADS", is_grouped)
     arguments = {"position_ids": packed_positions(2), "labels": input_ids, "use_cache": False}
     model.set_attn_implementation("eager")
     expected = model(input_ids, **arguments)
@@ -398,7 +400,8 @@ def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, counted):
     assert_near(gradients(model), expected_gradients, 1e-4)
     # A power of two, so that other lengths do not compile another graph.
     assert 8 < longest <= 16
-    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[16 if counted else 24] * 2)
+    key_heads = model.config.num_key_value_heads if is_grouped else model.config.num_attention_heads
+    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[16 if counted else 24] * 2, key_heads)
     # On a GPU, `nonzero` waits for all queued kernels.
     assert ("aten.nonzero.default" in operators.names) is not counted
 
