@@ -94,6 +94,8 @@ class EvaluationArguments(LMTrainingArguments):
         self.run_dir = self.output_dir
         if set(expand_tasks(self.tasks or TASK)) != {TASK} and importlib.util.find_spec("lm_eval") is None:
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
+        if self.limit is not None and self.limit <= 0:
+            raise UserError(f"--limit {self.limit:g} leaves no example: use a number of examples, or a share below 1.")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
         if self.loss_by_position and self.world_size > 1:

@@ -18,6 +18,8 @@ WAYS = {
     "DDP": ("torchrun", []),
     "ZeRO-2": ("deepspeed", ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]),
 }
+# The draws depend on the record, not on its rank.
+SFT = ["--packing", "none", "--add_system_ratio", "0.5", "--empty_think_ratio", "0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def launch(workspace):
                 *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
                 *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "0.1"),
                 *("--optim", "sgd", "--max_grad_norm", "0", "--weight_decay", "0", "--save_steps", "3"),
-                *("--output_dir", str(output_dir), *(["--packing", "none"] if recipe == "sft" else [])),
+                *("--output_dir", str(output_dir), *(SFT if recipe == "sft" else [])),
             ]
             result = start([*command, *arguments])
             assert result.returncode == 0, result.stdout[-4000:]
