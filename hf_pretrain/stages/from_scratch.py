@@ -26,7 +26,9 @@ TOKENS_PER_PARAMETER = 20
 # Repeated text is worth almost as much as new text for four passes (https://arxiv.org/abs/2305.16264).
 MAX_PASSES = 4
 # Share of pretraining in the time of the steps (docs/performance.md).
-PRETRAINING_SHARE = 0.5
+PRETRAINING_SHARE = 0.3
+# Share of the steps that fit into the measured time. Evaluations, checkpoints and slower steps take the rest.
+SAFETY = 0.95
 # Each stage trains at least for this share of the time, even if the machine is slower than planned.
 LEAST_SHARE = 0.1
 # Statuses of a command without enough memory: torch's error, and Linux's kill.
@@ -49,7 +51,7 @@ class Pace(NamedTuple):
     def count_steps(self, seconds: float) -> int:
         """Return the steps that fit into a time, and into `MAX_PASSES` passes over the data."""
         # The stages evaluate after half of their steps, too.
-        return max(2, int(min(seconds / self.step_seconds, MAX_PASSES * self.steps_per_pass)))
+        return max(2, int(min(SAFETY * seconds / self.step_seconds, MAX_PASSES * self.steps_per_pass)))
 
 
 class Budget:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hf_pretrain.reports.run_files import Run, read_run
-from hf_pretrain.stages.from_scratch import PRETRAINING_SHARE, Budget, Pace
+from hf_pretrain.stages.from_scratch import PRETRAINING_SHARE, SAFETY, Budget, Pace
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
 from tests.invariants.launching import ROOT, process_options
@@ -64,16 +64,16 @@ def test_a_preset_that_exceeds_the_memory_ends_the_choice(tmp_path, monkeypatch)
 
 
 def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, monkeypatch):
-    assert Pace(5.0, 2.0, 100.0, 0.1).count_steps(60) == 30
+    assert Pace(5.0, 2.0, 100.0, 0.1).count_steps(60) == 28
     assert Pace(5.0, 0.001, 100.0, 0.1).count_steps(60) == 400
     budget = make_budget(tmp_path, monkeypatch, {"tiny": (900, 0.5)}, 110.0)
     budget.plan_pretraining(("tiny",), [])
     # The dry run took 10 seconds, 8 without its four steps; two stages start in the 100 seconds that are left.
-    assert budget.plan["steps"] == {"pretrain": int(PRETRAINING_SHARE * (100 - 2 * 8) / 0.5)}
+    assert budget.plan["steps"] == {"pretrain": int(SAFETY * PRETRAINING_SHARE * (100 - 2 * 8) / 0.5)}
     # A start that takes the whole time leaves a tenth of it for the steps.
     late = make_budget(tmp_path / "late", monkeypatch, {"tiny": (900, 0.1)}, 12.0)
     late.plan_pretraining(("tiny",), [])
-    assert late.plan["steps"] == {"pretrain": 12}
+    assert late.plan["steps"] == {"pretrain": 11}
 
 
 def test_the_page_compares_the_halves_of_stages_with_a_validation_set(tmp_path):
