@@ -101,9 +101,6 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
     parser.add_argument(
-        "--generation", choices=("v1", "v2", "v3"), help="for upstream; by default v3 with q/k norms, or v2"
-    )
-    parser.add_argument(
         "--stage",
         help="for upstream and lora: first part of the file name; by default full_sft, or lora",
     )

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -109,6 +110,14 @@ def test_every_yaml_parses(stage, preset, tmp_path):
         load_reward_functions([content["rewards"]] if isinstance(content["rewards"], str) else content["rewards"])
     # Shared flags mean the same in all recipes.
     assert not training.gradient_checkpointing and training.save_total_limit == 2
+
+
+@pytest.mark.parametrize("recipe", ["convert", "from_scratch", "serve"])
+def test_every_flag_of_a_recipe_without_a_trainer_is_read(recipe):
+    path = ROOT / f"recipes/{recipe}.py"
+    text = path.read_text(encoding="utf-8")
+    for action in runpy.run_path(str(path))["make_parser"]()._actions:
+        assert f"args.{action.dest}" in text or action.dest.startswith("help"), action.dest
 
 
 @pytest.mark.parametrize("stage", STAGES)
