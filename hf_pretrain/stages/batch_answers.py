@@ -5,6 +5,7 @@ Line N of the output belongs to record N of the input, so the output itself says
 """
 
 import json
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +88,25 @@ def count_answers(path: Path, records: list[dict[str, Any]]) -> int:
     Return the number of answers in an output file. Cut off a last line that a killed run has not completed.
 
     Raises:
-        `UserError`: if a line does not hold the fields of the record in its place, and an answer.
+        `UserError`: if a line does not begin as [`write_answers`] begins the line of the record in its place. The file
+            then stays as it is.
     """
     path.touch()
     with path.open("r+b") as file:
-        lines = [line for line in file if line.endswith(b"\n")]
-        for number, line in enumerate(lines):
-            row = json.loads(line)
-            if row.pop(ANSWER, None) is None or records[number : number + 1] != [row]:
-                raise UserError(f"{path}, line {number + 1} answers no record in its place. Name another --output.")
-        file.truncate(sum(map(len, lines)))
+        *lines, tail = file.read().split(b"\n")
+        # After the last record nothing may follow, and no line begins with a line break.
+        beginnings = chain(map(_begin_line, records), repeat(b"\n"))
+        for number, (line, beginning) in enumerate(zip([*lines, tail], beginnings, strict=False), start=1):
+            is_cut = number > len(lines) and beginning.startswith(line)
+            if not is_cut and not line.startswith(beginning):
+                raise UserError(f"{path}, line {number} answers no record in its place. Name another --output.")
+        file.truncate(sum(len(line) + 1 for line in lines))
     return len(lines)
+
+
+def _begin_line(record: dict[str, Any]) -> bytes:
+    """Return the line of a record up to its answer."""
+    return json.dumps(record | {ANSWER: ""}, ensure_ascii=False).removesuffix('"}').encode()
 
 
 def write_answers(

@@ -8,7 +8,7 @@ import pytest
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.batch_answers import read_prompts, write_answers
+from hf_pretrain.stages.batch_answers import count_answers, read_prompts, write_answers
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.invariants.launching import ROOT, start
 from tests.talking import SUM, TOOL, WEATHER
@@ -78,6 +78,26 @@ def test_a_killed_run_is_completed(talker, tmp_path, do_sample):
     with pytest.raises(UserError, match="line 1 answers no record"):
         write_answers(prompts, source, model, tokenizer, **options)
     assert source.read_bytes() == content
+
+
+@pytest.mark.parametrize("tail", ["", '{"pro', '{"prompt": "a", "generated": "x', '{"prompt": "a", "generated": "x"}'])
+def test_a_cut_line_is_cut_off(tmp_path, tail):
+    path = tmp_path / "answers.jsonl"
+    path.write_text(line := '{"prompt": "你好", "generated": "y"}\n', encoding="utf-8")
+    with path.open("a") as file:
+        file.write(tail)
+    assert count_answers(path, [{"prompt": "你好"}, {"prompt": "a"}]) == 1 and path.read_text("utf-8") == line
+
+
+@pytest.mark.parametrize(
+    "content", ['{"a": [1, 2]}', '{"prompt": "a"}', "notes\n", '{"prompt": "a", "generated": "x"}\n{"prompt": "b"}']
+)
+def test_a_file_of_other_content_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "notes.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"line \d answers no record in its place"):
+        count_answers(path, [{"prompt": "a"}])
+    assert path.read_text() == content
 
 
 @pytest.mark.parametrize(
