@@ -44,6 +44,7 @@ _NOT_COMPARED = (
     *("resume_from_*", "allow_inexact_resume"),
     # Processes, devices and kernels. They change at most the rounding.
     *("local_rank", "use_cpu", "num_proc", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory"),
+    *("dataloader_prefetch_factor", "dataloader_persistent_workers", "torch_empty_cache_steps", "skip_memory_metrics"),
     *("ddp_*", "vllm_server_*", "torch_compile*", "activation_*", "gradient_checkpointing*", "attn_implementation"),
     # Compared as the layout of the optimizer state, as the optimizer, as the global batch, or as the config. With one
     # process, transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO
@@ -89,6 +90,8 @@ def describe_settings(args: LMTrainingArguments, dataset: Any) -> dict[str, Any]
     if schedule == "constant" or (schedule == "constant_with_warmup" and not 0 < args.warmup_steps < 1):
         harmless += ("num_train_epochs", "max_steps")
     deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
+    # `create_accelerator_and_postprocess` chooses it for the device.
+    del values["accelerator_config"]["non_blocking"]
     values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
     compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
     # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.

@@ -162,6 +162,17 @@ def test_new_arguments_are_compared_by_default(tmp_path):
     assert settings(lr_scheduler_type="reduce_lr_on_plateau", eval_steps=7)["eval_steps"] == 7
 
 
+def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu(tmp_path):
+    """The device decides how batches are copied, and users choose how they are read ahead."""
+    gpu = {"accelerator_config": {"non_blocking": True}, "dataloader_num_workers": 2}
+    gpu |= {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 4, "torch_empty_cache_steps": 5}
+    on_gpu, on_cpu = (
+        describe_settings(LMTrainingArguments(str(tmp_path), use_cpu=True, **given), [])
+        for given in (gpu, {"dataloader_num_workers": 0})
+    )
+    assert on_gpu == on_cpu and on_cpu["accelerator_config"]["even_batches"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
