@@ -61,10 +61,11 @@ class EvalTasksCallback(TrainerCallback):
         if "eval_runtime" not in metrics:
             # Only the first of several validation sets has figures with plain names.
             return
-        # lm-eval seeds all random numbers, and the training must not depend on the tasks.
+        # lm-eval seeds all random numbers, and the training must not depend on the tasks. `RunTrainer.evaluate` restores
+        # the numbers of torch.
         states = random.getstate(), np.random.get_state()
         # A compiled layer would be compiled again for each length.
-        with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):
             results = self.evaluate_tasks(model.eval())
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -187,7 +187,9 @@ class RunTrainer(Trainer):
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
         self._description = describe_run(self, self._fixed_weights)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = on_main_process(self.args, lambda: newest_checkpoint(self.args.output_dir))
+            resume_from_checkpoint = on_main_process(
+                self.args, lambda: newest_checkpoint(self.args.output_dir, unverified=self.args.allow_inexact_resume)
+            )
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         if self._checkpoint is not None:
             check_resume(self._checkpoint, self._description, self.args)
@@ -248,7 +250,10 @@ class RunTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.gradient_check.read()
-        with self._throughput.paused():
+        device = self.args.device
+        # Restore the random state afterwards: training must not depend on how often it is evaluated.
+        restored = torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+        with restored, self._throughput.paused():
             return super().evaluate(*args, **kwargs)
 
     # Checkpoints and models

@@ -300,12 +300,6 @@ class MaskedLossTrainer(RunTrainer):
         self._read_tokens()
         super()._save_checkpoint(*args, **kwargs)
 
-    def evaluate(self, *args, **kwargs):
-        # Restore the random state afterwards: training must not depend on how often it is evaluated.
-        device = self.args.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            return super().evaluate(*args, **kwargs)
-
     # Evaluation
 
     def _add_to_evaluation(self, outputs: Any, inputs: dict[str, torch.Tensor]):

@@ -212,6 +212,17 @@ def test_every_parameter_moves_under_every_loss(tokenizer, tmp_path, flags):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_evaluations_do_not_change_what_is_learnt(tokenizer, tmp_path, algorithm):
+    learnt = []
+    for name, flags in {"never": {}, "often": {"eval_strategy": "steps", "eval_steps": 1}}.items():
+        data = {"train_dataset": toy_tasks(), "eval_dataset": toy_tasks(4)}
+        trainer = toy_trainer(tokenizer, tmp_path / name, algorithm=algorithm, trainer=data, max_steps=3, **flags)
+        trainer.train()
+        learnt.append(dict(trainer.model.named_parameters()))
+    assert all(torch.equal(weight, learnt[1][name]) for name, weight in learnt[0].items())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_workers_need_not_fork(tokenizer, tmp_path, algorithm):
     check_start_of_workers(toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader())
 

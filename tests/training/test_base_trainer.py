@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.training.base_trainer import RunTrainer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
@@ -42,6 +43,16 @@ def test_a_finished_run_trains_no_more_steps(tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
     # The trainer has loaded the weights of the last checkpoint.
     assert any(not torch.equal(before[name], value) for name, value in finished.model.named_parameters())
+
+
+def test_the_newest_checkpoint_may_lack_a_manifest_if_the_resume_may_be_inexact(tmp_path):
+    make_run_trainer(tmp_path).train()
+    (tmp_path / "checkpoint-4" / MANIFEST_NAME).unlink()
+    with pytest.raises(ValueError, match=MANIFEST_NAME):
+        make_run_trainer(tmp_path).train(resume_from_checkpoint=True)
+    trainer = make_run_trainer(tmp_path, max_steps=5, allow_inexact_resume=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 5 and trainer._checkpoint == str(tmp_path / "checkpoint-4")
 
 
 def test_an_error_is_recorded_and_raised(tmp_path, monkeypatch):
