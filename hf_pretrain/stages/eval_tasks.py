@@ -61,8 +61,8 @@ class EvalTasksCallback(TrainerCallback):
         if "eval_runtime" not in metrics:
             # Only the first of several validation sets has figures with plain names.
             return
-        # lm-eval seeds all random numbers, and the training must not depend on the tasks. `RunTrainer.evaluate` restores
-        # the numbers of torch.
+        # lm-eval seeds all random numbers, and the training must not depend on the tasks. `RunTrainer.evaluate`
+        # restores torch's.
         states = random.getstate(), np.random.get_state()
         # A compiled layer would be compiled again for each length.
         with torch.compiler.set_stance("force_eager"):
