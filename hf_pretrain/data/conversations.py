@@ -87,12 +87,12 @@ def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict
         messages, tools = read_turn(record["prompt"], "prompt", "user")
         return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
     if "instruction" in keys:
-        return _read_alpaca(record), None
+        return _read_alpaca(record)
     # The other kinds have a single field, which holds the messages.
     return read_messages(record[keys[0]], keys[0])
 
 
-def _read_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_alpaca(record: dict[str, Any]) -> tuple[list[dict], list | None]:
     """Return the messages of an Alpaca record, whose `history` holds earlier pairs of question and answer."""
     asked = [as_text(record[key], key) for key in ("instruction", "input") if not is_blank(record.get(key))]
     history = record.get("history")
@@ -103,7 +103,7 @@ def _read_alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
     for question, answer in turns:
         messages += [make_message("user", as_text(question, "history"))]
         messages += [make_message("assistant", as_text(answer, "output"))]
-    return messages
+    return read_messages(messages, "history")
 
 
 def read_preference(record: Any) -> str:

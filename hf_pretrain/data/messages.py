@@ -72,7 +72,7 @@ def read_turn(value: Any, name: str, role: str) -> tuple[list[dict], list | None
     messages = [messages] if isinstance(messages, dict) else messages
     # An answer may be JSON, too.
     if isinstance(value, str) and not (messages and isinstance(messages, list) and all(map(_is_message, messages))):
-        return [make_message(role, as_text(value, name))], None
+        messages = [{"role": role, "content": value}]
     check_values(messages, name)
     return read_messages(messages, name)
 

@@ -187,6 +187,20 @@ def test_fields_beside_a_conversation_are_kept():
         read_conversation({**record, "history": ["a"]})
 
 
+def test_a_thought_within_any_answer_becomes_a_field():
+    text, answer = "<think>\nadd\n</think>\n\n4", {**ANSWER, "reasoning_content": "add"}
+    for record in (
+        {"messages": [USER, {"role": "assistant", "content": text}]},
+        {"prompt": "2+2?", "completion": text},
+        {"instruction": "2+2?", "output": text},
+        {"instruction": "why", "output": "so", "history": [["2+2?", text]]},
+    ):
+        assert json.loads(read_conversation(record))["messages"][:2] == [USER, answer]
+    record = {"prompt": "2+2?", "chosen": text, "rejected": text.replace("4", "5")}
+    preference = json.loads(read_preference(record))
+    assert preference["chosen"] == [answer] and preference["rejected"] == [{**answer, "content": "5"}]
+
+
 def test_a_template_that_drops_content_is_refused(tokenizer):
     plain = load_tokenizer(TOKENIZERS / "v1")
     mark_template(plain)
