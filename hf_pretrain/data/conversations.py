@@ -58,8 +58,7 @@ def read_conversation(record: Any) -> str:
     """
     record = _check_record(record)
     messages, tools = _read_kind(record, _find_kind(record))
-    if not is_blank(record.get("system")) and messages[0]["role"] != "system":
-        messages = [make_message("system", as_text(record["system"], "system")), *messages]
+    messages = _with_system(messages, record)
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("the assistant says nothing in it, so there is nothing to learn; drop the line")
     weights = take_weights(messages)
@@ -106,12 +105,19 @@ def _read_alpaca(record: dict[str, Any]) -> tuple[list[dict], list | None]:
     return read_messages(messages, "history")
 
 
+def _with_system(messages: list[dict], record: dict[str, Any]) -> list[dict]:
+    """Return messages with the record's system message, unless they begin with another one."""
+    if is_blank(record.get("system")) or messages[0]["role"] == "system":
+        return messages
+    return [make_message("system", as_text(record["system"], "system")), *messages]
+
+
 def read_preference(record: Any) -> str:
     """
     Read the preference of one record.
 
     `chosen` and `rejected` are messages, lists of messages or texts. The prompt is in `prompt`, or `chosen` and
-    `rejected` both begin with it (MiniMind, TRL), or both (UltraFeedback).
+    `rejected` both begin with it (MiniMind, TRL), or both (UltraFeedback). A field `system` becomes its first message.
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`.
@@ -150,7 +156,7 @@ def read_preference(record: Any) -> str:
         if len(messages) > 1:
             raise BadRecord(f"{key!r} continues after the answer, and only the last one can be compared; cut it off")
     check_answers(answers["chosen"], [1])
-    return _write({"prompt": prompt, **answers}, record, tools)
+    return _write({"prompt": _with_system(prompt, record), **answers}, record, tools)
 
 
 def _split_prompt(prompt: list[dict], answers: dict[str, list[dict]]) -> tuple[list[dict], dict[str, list[dict]]]:

@@ -425,6 +425,9 @@ def test_preferences():
     ):
         assert json.loads(read_preference(record)) == expected
     system = {"role": "system", "content": "Be brief."}
+    for prompt in ("2+2?", [USER], [system, USER]):
+        beside = {"system": "Be brief.", "prompt": prompt, "chosen": "4", "rejected": "5"}
+        assert json.loads(read_preference(beside))["prompt"] == [system, USER]
     within = {"prompt": "2+2?", "chosen": [system, USER, ANSWER], "rejected": [system, USER, no]}
     assert json.loads(read_preference(within))["prompt"] == [system, USER]
     longer = {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, no]}
