@@ -109,8 +109,7 @@ def prepare_rows(
         `float32`).
 
     Raises:
-        `ValueError`: if `packing_strategy` is `wrapped` with an encoder; if `max_length` is below 8; or if
-            no conversation has a trained token.
+        `ValueError`: if `packing_strategy` is `wrapped` with an encoder, or `max_length` is below 8.
     """
     assert packing_strategy in PACKING_STRATEGIES
     if max_length < MIN_LENGTH:
@@ -181,12 +180,7 @@ def _encode(
 
 
 def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
-    """Count documents, tokens and rows; raise `ValueError` if there are none."""
-    if len(rows) == 0:
-        raise UserError(
-            f"None of {len(documents)} conversations has anything to train on within max_length={max_length} tokens. "
-            "Raise --max_length, or look at the rows with --preview."
-        )
+    """Count documents, tokens and rows."""
     lengths = pc.list_value_length(tokens.data.column("input_ids"))
     num_dropped = pc.sum(pc.equal(lengths, 0)).as_py() or 0
     num_tokens_in = pc.sum(lengths).as_py() or 0

@@ -6,7 +6,6 @@ import os
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from ..runtime.errors import UserError
 from .caching import cache_key, count_processes
 from .encoding import encode_conversation
 
@@ -40,7 +39,7 @@ def prepare_pairs(
         It ends with the stop token.
 
     Raises:
-        `ValueError`: if no pair is left, or the template cannot render a pair.
+        `ValueError`: if the template cannot render a pair.
     """
     # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
     key = (
@@ -61,10 +60,6 @@ def prepare_pairs(
         new_fingerprint=cache_key(key),
         desc="tokenizing",
     )
-    if len(documents) and len(pairs) == 0:
-        raise UserError(
-            f"No prompt of {len(documents)} pairs leaves room for an answer. Raise --max_length {max_length}."
-        )
     report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
     return pairs, "; ".join(filter(None, [report, documents.info.description]))
 

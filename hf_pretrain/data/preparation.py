@@ -7,6 +7,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
+from ..runtime.errors import UserError
 from ..tokenizer.chat_template import mark_template
 from .collators import DataCollatorForPackedRows
 from .data_arguments import ChatArguments, DataArguments, SourceArguments
@@ -87,8 +88,9 @@ def load_rows(
         are_whole (`bool`, defaults to `False`): as in [`~data.preference_pairs.prepare_pairs`].
 
     Raises:
-        `ValueError`: in the cases of [`~data.documents.load_documents`], [`~data.packing.prepare_rows`],
-            [`~data.preference_pairs.prepare_pairs`] and [`~tokenizer.chat_template.mark_template`].
+        `ValueError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
+            [`~data.packing.prepare_rows`], [`~data.preference_pairs.prepare_pairs`] and
+            [`~tokenizer.chat_template.mark_template`].
     """
     if data_args.kind_name != "text":
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
@@ -110,6 +112,11 @@ def load_rows(
         train_rows, train_report = None, None
         if not is_evaluation:
             train_rows, train_report = prepare(train_documents, seed=training_args.seed)
+            if isinstance(train_rows, Dataset) and len(train_rows) == 0:
+                raise UserError(
+                    f"None of {len(train_documents)} {data_args.kind_name} has an answer to train on within "
+                    "--max_length. Raise it, or correct the data."
+                )
         validation = {name: prepare(part) for name, part in eval_sets.items()}
     report = [f"Validation{name and ' '}{name}: {counts or 'nothing'}" for name, (_, counts) in validation.items()]
     if not is_evaluation:

@@ -148,7 +148,8 @@ def load_validation(
     if data.eval is None and not training_args.tasks:
         raise UserError(
             f"--validation_fraction {data_args.validation_fraction:g} selects no document of "
-            f"{', '.join(data_args.dataset_name)} to evaluate on. Pass the test data as --eval_dataset_name."
+            f"{', '.join(data_args.dataset_name)} to evaluate on. Pass the test data as --eval_dataset_name, or raise "
+            f"--max_length {data_args.max_length} if the data are conversations."
         )
     return data
 

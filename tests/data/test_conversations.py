@@ -17,16 +17,20 @@ from transformers import AutoTokenizer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import read_conversation, read_preference
+from hf_pretrain.data.data_arguments import ChatArguments, SourceArguments
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.data.preparation import PreparedData, load_rows
 from hf_pretrain.data.records import read_records
+from hf_pretrain.stages.dpo import DPOTrainingArguments
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.tokenizer.test_tokenization import CONVERSATIONS
+from tests.toys import write_jsonl
 
 
 TOKENIZERS = Path(__file__).parents[1] / "fixtures/tokenizers"
@@ -485,10 +489,31 @@ def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
     streamed, _ = prepare_rows(stream, tokenizer, max_length=32, encoder=ConversationEncoder())
     assert [row["input_ids"] for row in streamed] == [row["input_ids"] for row in rows]
     assert [row["loss_mask"] for row in streamed] == [row["loss_mask"] for row in rows]
-    with pytest.raises(ValueError, match="None of 1 conversations has anything to train on"):
-        prepare_rows(conversations(tokenizer, [40]), tokenizer, max_length=32, encoder=ConversationEncoder())
+    none, report = prepare_rows(
+        conversations(tokenizer, [40]), tokenizer, max_length=32, encoder=ConversationEncoder()
+    )
+    assert len(none) == report.num_tokens == 0 and report.num_dropped == 1
     with pytest.raises(ValueError, match="would cut conversations apart"):
         prepare_rows(documents, tokenizer, max_length=32, packing_strategy="wrapped", encoder=ConversationEncoder())
+
+
+@pytest.mark.parametrize("kind", ["conversations", "preferences"])
+def test_only_training_data_must_leave_rows(tokenizer, tmp_path, kind):
+    answers = {"completion": "four"} if kind == "conversations" else {"chosen": "four", "rejected": "two"}
+    names = {}
+    for name, prompt in (("short", "two"), ("long", "two " * 40)):
+        names[name] = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": prompt, **answers}])
+    args = DPOTrainingArguments(str(tmp_path), use_cpu=True, bf16=False, max_length=32)
+
+    def load(train: str, validation: str) -> PreparedData:
+        how = {"dataset_name": [names[train]], "eval_dataset_name": [names[validation]]}
+        data_args = SourceArguments(**how) if kind == "preferences" else ChatArguments(**how, max_length=32)
+        return load_rows(data_args, args, tokenizer)
+
+    data = load("short", "long")
+    assert len(data.train) == 1 and data.eval is None and data.conversations is None
+    with pytest.raises(ValueError, match=f"None of 1 {kind} has an answer to train on within --max_length"):
+        load("long", "short")
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.1}])
