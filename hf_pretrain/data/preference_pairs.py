@@ -72,14 +72,12 @@ def _encode_batch(
     for text in batch["text"]:
         preference = json.loads(text)
         prompt, kwargs = preference["prompt"], preference.get("chat_template_kwargs", {})
-        # The prompt may hold earlier answers, which the template marks too.
-        num_turns = sum(message["role"] == "assistant" for message in prompt)
         sequences, starts = {}, []
         for name in ("chosen", "rejected"):
             ids, is_generated = encode_conversation(
                 tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
             )
-            start, end = (0, len(ids)) if are_whole else _last_answer(is_generated, num_turns)
+            start, end = (0, len(ids)) if are_whole else _last_answer(is_generated)
             sequences[f"{name}_ids"] = ids[:end]
             starts.append(start)
         # Some templates write text before an answer that depends on the answer, for example an empty <think> block. So
@@ -96,10 +94,8 @@ def _encode_batch(
     return columns
 
 
-def _last_answer(is_generated: list[bool], num_turns: int) -> tuple[int, int]:
-    """Return the range `[start, end)` of the answer that follows `num_turns` earlier answers."""
-    # The first token is bos, which is never generated. So the index -1 at i = 0 cannot hide a start.
-    starts = [i for i, flag in enumerate(is_generated) if flag and not is_generated[i - 1]]
-    start = starts[num_turns]
-    end = next((i for i in range(start, len(is_generated)) if not is_generated[i]), len(is_generated))
+def _last_answer(is_generated: list[bool]) -> tuple[int, int]:
+    """Return the range `[start, end)` of the last text that the assistant generates, which is the answer."""
+    end = max((i + 1 for i, flag in enumerate(is_generated) if flag), default=len(is_generated))
+    start = max((i for i in range(end) if not is_generated[i]), default=-1) + 1
     return start, end

@@ -1,5 +1,6 @@
 """DPO compared with its written-out formula, its router loss, and the files of a run."""
 
+import copy
 import json
 import math
 
@@ -210,6 +211,23 @@ def test_a_template_whose_prompt_depends_on_the_answer():
             messages = [{"role": "user", "content": "hi"}, answer]
             rendered = v3.apply_chat_template(messages, tokenize=False)
             assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
+
+
+def test_a_template_that_marks_only_the_last_answer(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    text = "{{ message.role + '\n' }}{{ message.content + eos_token }}"
+    marked = text.replace("}}{{", "}}{% generation %}{{") + "{% endgeneration %}"
+    tokenizer.chat_template = (
+        f"{{% for message in messages %}}{{% if loop.last %}}{marked}{{% else %}}{text}{{% endif %}}{{% endfor %}}"
+    )
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    texts = [read_preference({"prompt": turns, "chosen": "four", "rejected": "no"})]
+    (pair,), _ = prepare_pairs(Dataset.from_dict({"text": texts}), tokenizer, max_length=200)
+    assert tokenizer.decode(pair["prompt_ids"]).endswith("user\nuser<|im_end|>assistant\n")
+    assert [tokenizer.decode(pair[name]) for name in ("chosen_ids", "rejected_ids")] == [
+        "four<|im_end|>",
+        "no<|im_end|>",
+    ]
 
 
 @pytest.fixture
