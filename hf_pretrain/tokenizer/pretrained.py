@@ -166,13 +166,15 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> torch.LongTensor:
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer.
 
     Returns:
-        `torch.LongTensor` of shape `(len(tokenizer),)`: bytes; 0 for special tokens.
+        `torch.LongTensor` of shape `(largest id + 1,)`: bytes; 0 for special tokens and unused ids.
     """
-    lengths = torch.zeros(len(tokenizer), dtype=torch.long)
+    vocab = tokenizer.get_vocab()
+    # As in `check_tokenizer`: ids need not be contiguous.
+    lengths = torch.zeros(max(vocab.values()) + 1, dtype=torch.long)
     # NOTE: the backend has no attribute for its kind, only its `repr`.
     is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
     added = tokenizer.added_tokens_decoder
-    for piece, index in tokenizer.get_vocab().items():
+    for piece, index in vocab.items():
         if index in added:
             lengths[index] = 0 if added[index].special else len(piece.encode())
         elif is_byte_level:

@@ -8,7 +8,8 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_pretrain.tokenizer import training
 from hf_pretrain.tokenizer.control_tokens import SPECIAL_TOKENS, encode_documents, encode_prompt
@@ -103,6 +104,13 @@ def test_byte_lengths_sum_to_the_bytes_of_the_text(tokenizer, source):
     assert lengths[[0, 1, 2]].tolist() == [0, 0, 0]
     for text, ids in zip(ODD_TEXTS + TEXTS, encode_documents(ODD_TEXTS + TEXTS, tokenizer), strict=True):
         assert lengths[ids].sum() == len(text.encode())
+
+
+def test_ids_need_not_be_contiguous():
+    backend = Tokenizer(models.WordLevel({"one": 0, "three": 5}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="one", pad_token="one")
+    check_tokenizer(tokenizer, vocab_size=6, name="sparse")
+    assert token_byte_lengths(tokenizer).tolist() == [0, 0, 0, 0, 0, 5]
 
 
 def test_documents_get_bos_and_eos_and_their_text_stays_text(tokenizer):
