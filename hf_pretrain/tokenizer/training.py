@@ -121,9 +121,10 @@ def load_or_train_tokenizer(
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Rename a whole directory, so that no other process sees half a tokenizer. If another process was faster, the
     # rename fails, and this process uses the other tokenizer, which is equal.
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch, suppress(OSError):
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
         save_tokenizer(tokenizer, Path(scratch, "tokenizer"))
-        os.rename(Path(scratch, "tokenizer"), directory)
+        with suppress(OSError):
+            os.rename(Path(scratch, "tokenizer"), directory)
     return load_tokenizer(directory)
 
 

@@ -139,6 +139,16 @@ def test_a_second_run_does_not_train_again(tmp_path, monkeypatch):
     assert loaded.bos_token == "<s>"
 
 
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def save(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(training, "save_tokenizer", save)
+    with pytest.raises(OSError, match="No space left"):
+        load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS}), vocab_size=340)
+
+
 def test_training_sees_evenly_spaced_documents(tmp_path, monkeypatch):
     seen = []
 
