@@ -1,9 +1,9 @@
 """
 Load documents: embedded corpora, files and Hub datasets, mixed and split into a training and a validation set.
 
-`datasets` holds the rows, and reads and parses them in several processes. The lines of files are read by
-`data/formats.py`, because the builders of `datasets` fail a whole load on one corrupt line and accept numbers in place
-of text. A bad line is rejected with file, line and reason. Too many bad lines stop the run before it starts.
+`datasets` holds the rows, and parses them in several processes. The lines of files are read by `data/formats.py`,
+because the builders of `datasets` fail a whole load on one corrupt line and accept numbers in place of text. A bad
+line is rejected with file, line and reason. Too many bad lines stop the run before it starts.
 """
 
 import hashlib
@@ -282,6 +282,10 @@ def _load_hub_rows(
     if text_column is not None and text_column not in columns:
         raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     how = (name, schema, text_column)
+    parsing: dict[str, Any] = {}
+    if not streaming:
+        parsing["num_proc"] = count_processes(len(records), num_proc)
+        parsing["new_fingerprint"] = cache_key(records._fingerprint, *how)
     rows = records.map(
         _check_records,
         batched=True,
@@ -289,7 +293,7 @@ def _load_hub_rows(
         fn_kwargs={"name": name, "schema": schema, "text_column": text_column, "types": records.features},
         features=ROW_FEATURES,
         remove_columns=columns,
-        **({} if streaming else {"num_proc": num_proc, "new_fingerprint": cache_key(records._fingerprint, *how)}),
+        **parsing,
     )
     rows.info.description = str(how)
     return rows

@@ -333,3 +333,19 @@ def test_embedded_parts(streaming):
     texts = texts_of(train, validation)
     assert len(set(texts)) == len(texts) == 7644 - 1201
     assert 40 <= len(validation) <= 120
+
+
+def test_rows_of_the_hub_are_parsed_in_one_process_per_core(monkeypatch):
+    table = Dataset.from_dict({"text": [f"text {number}" for number in range(20)]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    monkeypatch.setattr(caching, "GROUP_SIZE", 5)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    used, original = [], Dataset.map
+
+    def spy(self, *args, **kwargs):
+        used.append(kwargs.get("num_proc"))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "map", spy)
+    documents, _ = load_documents(["user/data"], validation_fraction=0)
+    assert documents["text"][:] == table["text"][:] and used[0] == 2
