@@ -249,9 +249,9 @@ def load_tasks(
             loaded += [(add_system(task), origins) for task, origins in _load_embedded_tasks(name, seed)]
             continue
         loaded += _read_tasks(name, rejected, finish)
-        rejected.check_ratio()
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
+    rejected.check_ratio()
     rows, origins = zip(*loaded, strict=True)
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
     columns = list(dict.fromkeys(column for row in rows for column in row))

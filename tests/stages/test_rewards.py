@@ -384,3 +384,12 @@ def test_unusable_tasks_are_rejected(tmp_path):
     # These lines count as rejected: two thirds of the lines are too many.
     with pytest.raises(ValueError, match=f"{len(bad)} of {len(bad) + 2} lines .* are bad"):
         load_tasks(names, check=check)
+
+
+def test_bad_lines_count_over_all_names(tmp_path):
+    bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "1+1?"}, {}])
+    good = write_jsonl(tmp_path / "good.jsonl", [{"prompt": f"{number}?"} for number in range(8)])
+    for names in ([good, bad], [bad, good]):
+        assert len(load_tasks(names, validation_fraction=0.0, max_rejected_ratio=0.1)[0]) == 9
+        with pytest.raises(ValueError, match="1 of 10 lines"):
+            load_tasks(names, validation_fraction=0.0, max_rejected_ratio=0.09)
