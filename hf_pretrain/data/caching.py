@@ -10,6 +10,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerFast
+
 
 # Number of documents to pack together: enough to fill rows, few enough to hold in memory.
 GROUP_SIZE = 10_000
@@ -41,6 +43,16 @@ def cache_key(*values: object) -> str:
     NOTE: `datasets` would hash pickled functions, and that hash does not show changes in the functions that they call.
     """
     return digest(CODE, *values)
+
+
+def encoding_key(tokenizer: PreTrainedTokenizerFast, *values: object) -> str:
+    """
+    Return a digest of a tokenizer and of the other values that decide which tokens a document gets.
+
+    NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
+    """
+    # The backend's JSON does not name bos and eos, which documents and chat templates contain.
+    return digest(tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *values)
 
 
 def count_processes(num_rows: int, num_proc: int | None) -> int | None:

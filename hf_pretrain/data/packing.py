@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from ..runtime.errors import UserError
 from ..runtime.progress import announce
 from ..tokenizer.control_tokens import encode_documents
-from .caching import GROUP_SIZE, cache_key, count_processes, digest
+from .caching import GROUP_SIZE, cache_key, count_processes, encoding_key
 from .encoding import ConversationEncoder
 
 
@@ -122,7 +122,8 @@ def prepare_rows(
     encode: Callable[..., dict[str, list]] = partial(_encode_texts, tokenizer=tokenizer)
     if encoder is not None:
         encode = partial(encoder, tokenizer=tokenizer, max_length=max_length)
-    key = _encoding_key(tokenizer, encoder, max_length)
+    # Text is not cut before it is packed, so its tokens do not depend on `max_length`.
+    key = encoding_key(tokenizer, *(() if encoder is None else (encoder, tokenizer.chat_template, max_length)))
     features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
     packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
     if isinstance(documents, IterableDataset):
@@ -145,18 +146,6 @@ def prepare_rows(
     )
     rows = rows.with_format(None)
     return rows, _report(documents, tokens, rows, max_length)
-
-
-def _encoding_key(tokenizer: PreTrainedTokenizerFast, encoder: ConversationEncoder | None, max_length: int) -> str:
-    """
-    Return a digest of everything that decides which tokens a document gets.
-
-    NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
-    """
-    # The backend's JSON does not name bos and eos, which `encode_documents` adds.
-    key = digest(tokenizer.backend_tokenizer.to_str(), (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    # Text is not cut before it is packed, so its tokens do not depend on `max_length`.
-    return key if encoder is None else digest(key, encoder, tokenizer.chat_template, max_length)
 
 
 def _encode(

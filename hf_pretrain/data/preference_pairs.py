@@ -6,7 +6,7 @@ import os
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerFast
 
-from .caching import cache_key, count_processes
+from .caching import cache_key, count_processes, encoding_key
 from .encoding import encode_conversation
 
 
@@ -41,14 +41,7 @@ def prepare_pairs(
     Raises:
         `ValueError`: if the template cannot render a pair.
     """
-    # NOTE: `datasets` would hash the pickled tokenizer, whose state depends on earlier calls, and miss its cache.
-    key = (
-        documents._fingerprint,
-        tokenizer.backend_tokenizer.to_str(),
-        tokenizer.chat_template,
-        max_length,
-        are_whole,
-    )
+    key = encoding_key(tokenizer, tokenizer.chat_template, max_length, are_whole)
     pairs = documents.map(
         _encode_batch,
         batched=True,
@@ -57,7 +50,7 @@ def prepare_pairs(
         # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
         features=PAIR_FEATURES,
         num_proc=count_processes(len(documents), num_proc),
-        new_fingerprint=cache_key(key),
+        new_fingerprint=cache_key(documents._fingerprint, key),
         desc="tokenizing",
     )
     report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"

@@ -213,6 +213,13 @@ def test_a_template_whose_prompt_depends_on_the_answer():
             assert v3.decode(pair["prompt_ids"] + pair[name]) + "\n" == rendered
 
 
+def test_another_bos_makes_other_pairs(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.bos_token = "<|endoftext|>"
+    fingerprints = {prepare_pairs(documents(), tokens, max_length=64)[0]._fingerprint for tokens in (tokenizer, other)}
+    assert len(fingerprints) == 2
+
+
 def test_a_template_that_marks_only_the_last_answer(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     text = "{{ message.role + '\n' }}{{ message.content + eos_token }}"
