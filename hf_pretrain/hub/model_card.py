@@ -13,7 +13,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
-from ..data.hub_datasets import parse_hub_file
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.metrics import METRICS, NATS, find_evaluations
 from ..runtime.names import DatasetName, is_path, split_hub_name
@@ -59,8 +58,7 @@ class RunFacts:
     @property
     def hub_datasets(self) -> list[str]:
         """The Hub ids among the datasets, for the card's metadata."""
-        elsewhere = [name for name in self.datasets if not _is_local(name)]
-        names = [parse_hub_file(name) or DatasetName.parse(name) for name in elsewhere]
+        names = [DatasetName.parse(name) for name in self.datasets if not _is_local(name)]
         return [name.repo_id for name in names if not name.is_embedded]
 
 
