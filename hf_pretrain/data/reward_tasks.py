@@ -26,7 +26,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from ..runtime.errors import UserError
-from ..runtime.names import check_word
+from ..runtime.names import DatasetName, check_word
 from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
@@ -245,27 +245,25 @@ def load_tasks(
     loaded: list[tuple[dict[str, Any], list[str]]] = []
     for name in dataset_names:
         num_before = len(loaded)
-        if re.match(r"embedded(:|$)", name):
+        if DatasetName.parse(name).is_embedded:
             loaded += [(add_system(task), origins) for task, origins in _load_embedded_tasks(name, seed)]
             continue
         loaded += _read_tasks(name, rejected, finish)
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
-    rows, origins = zip(*loaded, strict=True)
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    is_validation = [
-        all(hashes_are_between(task_origins, [None] * len(task_origins), 0.0, validation_fraction))
-        for task_origins in origins
-    ]
-    sides = [[row for row, flag in zip(rows, is_validation, strict=True) if flag is side] for side in (False, True)]
-    if not sides[0]:
+    columns = list(dict.fromkeys(column for row, _ in loaded for column in row))
+    train: list[dict[str, Any]] = []
+    validation: list[dict[str, Any]] = []
+    for row, origins in loaded:
+        is_validation = all(hashes_are_between(origins, [None] * len(origins), 0.0, validation_fraction))
+        (validation if is_validation else train).append({column: row.get(column) for column in columns})
+    if not train:
         raise UserError(
-            f"--validation_fraction {validation_fraction} leaves none of {len(rows)} tasks to train on. Lower it."
+            f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks to train on. Lower it."
         )
-    tables = [[{column: row.get(column) for column in columns} for row in side] for side in sides]
     try:
-        return Dataset.from_list(tables[0]), Dataset.from_list(tables[1])
+        return Dataset.from_list(train), Dataset.from_list(validation)
     except pa.ArrowException as error:
         raise UserError(f"A column of the tasks has values of several types: {error}. Correct the data.") from error
