@@ -13,7 +13,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..runtime.metrics import METRICS, named_figures
@@ -160,7 +159,10 @@ def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
         x_label, y_label (`str`): titles of the axes, with the unit.
         from_zero (`bool`): let the y axis begin at 0, for figures whose ratios matter.
     """
-    figure, axes = _make_axes(height=3.2)
+    # Without pyplot there is no global state and no search for a display.
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
     for label, x, y, style in lines:
         # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
@@ -172,14 +174,6 @@ def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _make_axes(*, height: float) -> tuple[Figure, Axes]:
-    # Without pyplot there is no global state and no search for a display.
-    figure = Figure(figsize=(6, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def to_svg(figure: Figure) -> str:
