@@ -119,7 +119,7 @@ def format_run_card(
         metadata | {"eval_results": results or None, "license": license, "base_model": _hub_id(base_model)},
         repo_id=repo_id,
         format="adapter" if is_adapted(model) else "minimind",
-        origin=f"{facts.stage.capitalize()}{start} ended at step {state.global_step:,} of {state.max_steps:,}.",
+        origin=f"{facts.stage.capitalize()}{start} reached step {state.global_step:,} of {state.max_steps:,}.",
         tables=tables | {"Training": training},
         data=[f"Datasets: {facts.data_name}", *facts.data],
     )

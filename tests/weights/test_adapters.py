@@ -253,6 +253,7 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
         whole = sum(p.numel() for p in MiniMindForCausalLM.from_pretrained(workspace / "moe").parameters())
         assert f"| adapter | {trained:,} parameters, rank" in card.text
         assert f"| parameters | {whole:,} |" in card.text
+        assert "The code comes with the base model" in card.text
 
         logits_path = tmp_path / "logits.pt"
         pull = [sys.executable, "-c", PULL, str(logits_path)]
