@@ -14,12 +14,12 @@ from .sources import EMBEDDED_SOURCES, find_sources, read_source
 @dataclass(frozen=True)
 class Record:
     """
-    A record, a bad line, or a copy in an embedded part.
+    A record, or a bad line.
 
     Args:
         source (`str`): the file, or the name of the embedded part or Hub dataset.
         line (`int`): the number of the line or row, counted from 1.
-        content: the parsed record; `None` for a bad line or a copy.
+        content: the parsed record; `None` for a bad line.
         text (`str`): the document: the text, or the conversation or preference in the internal form.
         reason (`str`): why the record is left out; empty for a good one.
         schema (`str`): `text`, or the key of `SCHEMAS` that gave `text`.

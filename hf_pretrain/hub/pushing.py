@@ -1,5 +1,5 @@
 """
-Repositories on the Hub: choose the files of a directory to push, push them, and find and download checkpoints.
+Repositories on the Hub: choose the files of a directory to push, and push them.
 
 | `--hub_strategy` | pushed |
 |---|---|
@@ -41,7 +41,7 @@ PUBLISHED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-# The prefix of directories that hold a push or a download in progress.
+# The prefix of directories that hold a push in progress.
 _STAGING_PREFIX = ".hub-"
 
 
