@@ -16,6 +16,7 @@ from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
 from .cleaning import digest
 from .encoding import encode_conversation
+from .packing import MIN_LENGTH
 from .records import Record, plain_text, read_records
 
 
@@ -74,10 +75,10 @@ def inspect_data(
         num_shown (`int`): number of records in the text.
 
     Raises:
-        `ValueError`: if a name leads to no data, no record is good, or `max_length` is below 2.
+        `ValueError`: if a name leads to no data, no record is good, or `max_length` is below 8.
     """
-    if max_length < 2:
-        raise UserError(f"--max_length {max_length} must be at least 2.")
+    if max_length < MIN_LENGTH:
+        raise UserError(f"--max_length {max_length} must be at least {MIN_LENGTH}.")
     survey = survey_records(read_records(names, text_column=text_column))
     if not survey.sample:
         reasons = "; ".join(survey.reasons) or "there are none"

@@ -122,7 +122,7 @@ def load_rows(
     if not is_evaluation:
         report.insert(0, f"Training: {train_report or 'streamed'}")
         # The plan of a dry run shows the same lines.
-        if training_args.process_index == 0 and not getattr(training_args, "dry_run", False):
+        if training_args.process_index == 0 and not training_args.dry_run:
             print("\n".join(report))
     collator = None
     if isinstance(data_args, DataArguments):

@@ -89,17 +89,14 @@ def load_or_train_tokenizer(
     documents: Dataset | IterableDataset,
     *,
     vocab_size: int,
-    cache_dir: str | Path | None = None,
 ) -> PreTrainedTokenizerFast:
     """
-    Load a tokenizer, or train one on the documents and cache it for later runs on the same documents.
+    Load a tokenizer, or train one on the documents and cache it in `HF_HOME` for later runs on the same documents.
 
     Args:
         name_or_path (`str`, *optional*): a directory or Hub id to load; `None` trains.
         documents ([`Dataset`] or [`IterableDataset`]): with a column `text`.
         vocab_size (`int`): number of entries of the trained tokenizer in total.
-        cache_dir (`str` or `Path`, *optional*): directory of cached tokenizers. The name of each is a digest of its
-            training data and settings. The default is `hf_pretrain/tokenizers` in `HF_HOME`.
 
     Returns:
         [`PreTrainedTokenizerFast`]
@@ -114,7 +111,7 @@ def load_or_train_tokenizer(
     templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
     inputs = [vocab_size, SPECIAL_TOKENS, templates, _TRAINING_CODE, tokenizers.__version__, texts]
     digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
-    directory = Path(cache_dir or Path(HF_HOME) / "hf_pretrain" / "tokenizers") / digest
+    directory = Path(HF_HOME, "hf_pretrain", "tokenizers", digest)
     if directory.is_dir():
         return load_tokenizer(directory)
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size)

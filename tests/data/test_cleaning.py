@@ -218,7 +218,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["inspect", "--max_length", "0"], "--max_length 0 must be at least 2"),
+        (["inspect", "--max_length", "0"], "--max_length 0 must be at least 8"),
         (["clean", "--near_duplicates", "-1"], "--near_duplicates -1.0 must lie between"),
         (["clean", "--output", "a.jsonl"], "a.jsonl exists"),
         (["clean", "--output", "c.csv"], "c.csv: the command writes JSONL, so end the name in .jsonl"),

@@ -125,17 +125,18 @@ def test_documents_get_bos_and_eos_and_their_text_stays_text(tokenizer):
 
 
 def test_a_second_run_does_not_train_again(tmp_path, monkeypatch):
-    documents = Dataset.from_dict({"text": TEXTS})
-    first = load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
+    monkeypatch.setattr(training, "HF_HOME", str(tmp_path))
+    documents, cached = Dataset.from_dict({"text": TEXTS}), tmp_path / "hf_pretrain/tokenizers"
+    first = load_or_train_tokenizer(None, documents, vocab_size=340)
     with monkeypatch.context() as patch:
         patch.setattr(training, "train_tokenizer", None)
-        second = load_or_train_tokenizer(None, documents, vocab_size=340, cache_dir=tmp_path)
+        second = load_or_train_tokenizer(None, documents, vocab_size=340)
     assert second.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
-    assert len(list(tmp_path.iterdir())) == 1
-    load_or_train_tokenizer(None, documents, vocab_size=345, cache_dir=tmp_path)
-    load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS[:-1]}), vocab_size=340, cache_dir=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
-    loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340, cache_dir=tmp_path)
+    assert len(list(cached.iterdir())) == 1
+    load_or_train_tokenizer(None, documents, vocab_size=345)
+    load_or_train_tokenizer(None, Dataset.from_dict({"text": TEXTS[:-1]}), vocab_size=340)
+    assert len(list(cached.iterdir())) == 3
+    loaded = load_or_train_tokenizer(str(V1), documents, vocab_size=340)
     assert loaded.bos_token == "<s>"
 
 
@@ -159,9 +160,10 @@ def test_training_sees_evenly_spaced_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train_tokenizer", train)
     texts = [f"document {index:04d}" for index in range(1000)]
     monkeypatch.setattr(training, "MAX_TRAINING_CHARS", 13 * 10)
-    limits = {"vocab_size": 300, "cache_dir": tmp_path}
-    load_or_train_tokenizer(None, Dataset.from_dict({"text": texts}), **limits)
-    load_or_train_tokenizer(None, IterableDataset.from_generator(lambda: ({"text": t} for t in texts)), **limits)
+    monkeypatch.setattr(training, "HF_HOME", str(tmp_path))
+    load_or_train_tokenizer(None, Dataset.from_dict({"text": texts}), vocab_size=300)
+    stream = IterableDataset.from_generator(lambda: ({"text": text} for text in texts))
+    load_or_train_tokenizer(None, stream, vocab_size=300)
     assert seen[0] == [texts[index] for index in (0, 111, 222, 333, 444, 555, 666, 777, 888, 999)]
     assert seen[1] == texts[:10]
 
