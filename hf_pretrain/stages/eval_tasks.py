@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import TrainerCallback
 
 from ..data.preparation import PreparedData
@@ -33,8 +32,7 @@ class EvalTaskArguments:
 
 def check_whole_model(args: LMTrainingArguments, flag: str) -> None:
     """Raise `UserError` if the ranks of a run hold only parts of the model."""
-    is_sharded = args.distributed_config is not None or args.fsdp_plugin_args is not None
-    if is_sharded or is_deepspeed_zero3_enabled():
+    if args.shards_weights:
         raise UserError(f"{flag} needs the whole model in each process: start torchrun, or DeepSpeed with ZeRO-2.")
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ..runtime.errors import UserError, needing_extra
-from .launch import complete_fsdp_args
 
 
 if TYPE_CHECKING:
@@ -49,8 +48,7 @@ def check_float8(args: "LMTrainingArguments") -> None:
     if not args.bf16:
         raise UserError("--fp8 computes everything but the linear layers in bf16. Add --bf16.")
     # A layer keeps its weight from the forward to the backward pass, which is all that sharded weights would save.
-    is_sharded = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    if is_sharded or args.distributed_config is not None or complete_fsdp_args(args.fsdp_plugin_args) is not None:
+    if args.shards_weights:
         raise UserError(
             "--fp8 cannot train with sharded weights (ZeRO-3, FSDP, --fsdp_size, --tp_size, --ep_size). Use DDP or "
             "ds_configs/zero2.json, or leave --fp8 out."

@@ -28,6 +28,7 @@ from .float8 import check_float8
 from .launch import (
     check_device,
     check_launch,
+    complete_fsdp_args,
     launcher,
     start_cpu_ranks,
     start_deepspeed_cpu_ranks,
@@ -315,6 +316,13 @@ class LMTrainingArguments(TrainingArguments):
         names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
         sizes = {name: vars(self)[name] for name in names}
         return DistributedConfig(**sizes) if max(sizes.values()) > 1 else None
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a process holds only parts of the weights: ZeRO-3, FSDP of accelerate, or `distributed_config`."""
+        is_zero3 = self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3
+        is_fsdp = complete_fsdp_args(self.fsdp_plugin_args) is not None
+        return is_zero3 or is_fsdp or self.distributed_config is not None
 
     @property
     def launch_description(self) -> str:

@@ -10,11 +10,12 @@ import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.eval_tasks import EvalTasksCallback
+from hf_pretrain.stages.eval_tasks import EvalTasksCallback, check_whole_model
 from hf_pretrain.stages.evaluation import EvaluationArguments, ValidationArguments
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments, extend_positions
 from recipes.evaluate import main
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -256,6 +257,20 @@ def test_a_run_measures_tasks_with_each_evaluation_and_learns_the_same(run, talk
         EvalTasksCallback(["toy_chioce"], include_path=[str(tasks)])
     result = start([*command, str(tmp_path / "none"), *flags, "--validation_fraction", "0"])
     assert result.returncode == 2 and "--eval_tasks runs with each evaluation, and there is none" in result.stdout
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp_size": 2}])
+def test_tasks_are_refused_where_a_process_holds_parts_of_the_model(tmp_path, monkeypatch, sizes):
+    args = LMTrainingArguments(str(tmp_path), use_cpu=True)
+    if sizes:
+        vars(args).update(sizes)
+    else:
+        check_whole_model(args, "--eval_tasks")
+        # `accelerate launch` sets these variables.
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(UserError, match="--eval_tasks needs the whole model in each process"):
+        check_whole_model(args, "--eval_tasks")
 
 
 @pytest.mark.parametrize(
