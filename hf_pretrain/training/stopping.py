@@ -169,18 +169,11 @@ def _end_run(trainer: Any, status: int, why: str, message: str) -> NoReturn:
     if trainer.is_world_process_zero():
         print(message, file=sys.stderr, flush=True)
     trainer.pusher.finish()
-    end_all_ranks(status, trainer.signals)
-
-
-def end_all_ranks(status: int, signals: SignalListener) -> NoReturn:
-    """
-    Exit with `status` once all ranks have called this function: launchers kill the remaining ranks as soon as one
-    exits.
-    """
     # From here on, further signals change nothing.
-    signals.is_ending = True
+    trainer.signals.is_ending = True
+    # Launchers kill the remaining ranks as soon as one exits.
     wait_for_everyone()
-    if signals.is_impatient:
+    if trainer.signals.is_impatient:
         # NOTE: an ordinary exit waits for the threads of huggingface_hub that are still uploading.
         sys.stdout.flush()
         sys.stderr.flush()
