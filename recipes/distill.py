@@ -34,9 +34,7 @@ def main(
     data_args: ChatArguments,
     training_args: DistillationTrainingArguments,
 ):
-    checkpoint = begin_run(
-        training_args, model_args, adapter_args, distillation_args, data_args, streaming=data_args.streaming
-    )
+    checkpoint = begin_run(training_args, model_args, adapter_args, distillation_args, data_args)
     # A student with random weights gets the teacher's tokenizer.
     tokenizer = model_args.load_tokenizer(checkpoint, other=distillation_args.teacher_name_or_path)
     # Load the teacher before preparing the data, so that a different vocabulary is reported at once.

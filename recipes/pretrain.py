@@ -37,9 +37,7 @@ def main(
     training_args: LMTrainingArguments,
 ):
     # Lock the output directory, seed, and find the checkpoint to resume from, if any.
-    checkpoint = begin_run(
-        training_args, model_args, adapter_args, data_args, task_args, streaming=data_args.streaming
-    )
+    checkpoint = begin_run(training_args, model_args, adapter_args, data_args, task_args)
 
     # A resumed run must keep its tokenizer, which lies in the checkpoint.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path

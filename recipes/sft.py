@@ -38,9 +38,7 @@ def main(
 ):
     # A preview trains nothing, so it must not touch the output directory.
     checkpoint = (
-        None
-        if data_args.preview
-        else begin_run(training_args, model_args, adapter_args, data_args, task_args, streaming=data_args.streaming)
+        None if data_args.preview else begin_run(training_args, model_args, adapter_args, data_args, task_args)
     )
     tokenizer = model_args.load_tokenizer(checkpoint)
     rows = load_rows(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)

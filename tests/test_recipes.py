@@ -94,7 +94,7 @@ def test_every_yaml_parses(stage, preset, tmp_path):
     model, *_, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
     if stage == "pretrain":
         assert model.model_preset == preset
-        complete_learning_rate(training, model.hidden_size)
+        complete_learning_rate(training, PRESETS[preset]["hidden_size"])
         # Muon's rate falls with the width: 192, 512, 640, then 768, 1280 and 2048. minimind-large has MiniMind's own.
         rates = {"tiny": 8e-3, "minimind2-small": 3e-3, "minimind2-moe": 2.4e-3, "minimind-large": 2e-4}
         rates |= {"0.5B": 1.2e-3, "1B": 7.5e-4}
@@ -210,6 +210,9 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
     *_, entry = json.loads((run / "run.json").read_text())
     assert entry["recipe"] == "pretrain" and entry["steps"] == 2 and "--max_steps 2" in entry["command"]
     assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["counts"]
+    # The run continues a model of width 32, from which the rate of Muon follows.
+    assert entry["arguments"]["learning_rate"] == pytest.approx(8e-3 * 192 / 32)
+    assert f"Optimizer          muon, learning rate {8e-3 * 192 / 32:g}" in output
     assert entry["metrics"]["eval_loss"] == final["eval_loss"]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert f"{final['eval_loss']:.4f} nats per token" in page and "bad lines" not in page

@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from ..checkpoints.directory import remove_leftovers
+from ..data.data_arguments import SourceArguments
 from ..data.preparation import PreparedData
 from ..hub.model_card import RunFacts
 from ..hub.pushing import remove_staging
@@ -34,12 +35,10 @@ from .end_report import (
 from .micro_batch import fit_micro_batch
 from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
 from .stopping import EarlyStopping
-from .training_arguments import LMTrainingArguments, complete_learning_rate
+from .training_arguments import LMTrainingArguments
 
 
-def begin_run(
-    training_args: LMTrainingArguments, model_args: ModelArguments, *others: Any, streaming: bool = False
-) -> str | None:
+def begin_run(training_args: LMTrainingArguments, model_args: ModelArguments, *others: Any) -> str | None:
     """
     Lock `output_dir`, choose the checkpoint to resume from, seed all random numbers, print the devices, and record the
     run with all its arguments (`run_directory.py`).
@@ -47,7 +46,6 @@ def begin_run(
     Args:
         training_args ([`LMTrainingArguments`]), model_args ([`ModelArguments`]): the run's arguments.
         others (dataclasses): its other arguments, for the record.
-        streaming (`bool`): whether the training data are streamed.
 
     Returns:
         `str`: the checkpoint directory to resume from; `None` for new runs.
@@ -57,8 +55,7 @@ def begin_run(
             [`~training.run_directory.checkpoint_to_resume`].
     """
     training_args.other_arguments = (model_args, *others)
-    _check_arguments(training_args, training_args.other_arguments, streaming=streaming)
-    complete_learning_rate(training_args, model_args.hidden_size)
+    _check_arguments(training_args, training_args.other_arguments)
     directory = RunDirectory(training_args)
     if training_args.dry_run:
         if not is_resumed(training_args):
@@ -78,7 +75,7 @@ def begin_run(
         # An earlier run may have been killed in the middle of a save or a push.
         remove_staging(training_args.output_dir)
         remove_leftovers(training_args.output_dir)
-        directory.record_start(training_args, training_args.other_arguments, checkpoint=checkpoint)
+        directory.record_start(checkpoint=checkpoint)
         rows = f"{training_args.rows_per_step:,} rows per step"
         print(f"{training_args.launch_description}; {rows}; {describe_found()}")
 
@@ -86,7 +83,7 @@ def begin_run(
     return checkpoint
 
 
-def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...], *, streaming: bool) -> None:
+def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...]) -> None:
     """Raise `UserError` for arguments that do not fit together, before anything is written or read."""
     uses_peft = any(isinstance(part, AdapterArguments) and part.use_peft for part in others)
     if uses_peft and args.optim_preset == "muon":
@@ -100,7 +97,8 @@ def _check_arguments(args: LMTrainingArguments, others: tuple[Any, ...], *, stre
         raise UserError(
             "--add_tokens trains new rows, which --use_peft freezes and --fsdp_size shards. Leave one out."
         )
-    if streaming and args.max_steps < 1 and all(vars(args)[name] is None for name in BUDGETS):
+    streams = any(isinstance(part, SourceArguments) and part.streaming for part in others)
+    if streams and args.max_steps < 1 and all(vars(args)[name] is None for name in BUDGETS):
         raise UserError(
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, a budget "
             "such as --max_tokens 2B, or leave --streaming out."
@@ -138,8 +136,10 @@ def train_and_evaluate(
     if trainer.args.process_index == 0:
         facts = trainer.run_facts
         data = {"names": facts.datasets, "counts": facts.data}
+        # The trainer has completed the arguments: the width gives the learning rate, the data the steps of a budget.
         # `recipes/chat.py` continues text with a model that was only pretrained.
-        RunDirectory(trainer.args).record(recipe=facts.recipe, data=data, loss_unit=facts.loss_unit)
+        fields = {"recipe": facts.recipe, "data": data, "loss_unit": facts.loss_unit}
+        RunDirectory(trainer.args).record(arguments=trainer.args.values_by_name, **fields)
     trainer.train(resume_from_checkpoint=checkpoint)
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()

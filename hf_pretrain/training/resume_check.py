@@ -83,7 +83,7 @@ _REFERENCE_COLUMNS = {"ref_chosen_logps", "ref_rejected_logps", "ref_logps", "re
 
 def describe_settings(args: LMTrainingArguments, dataset: Any) -> dict[str, Any]:
     """Return all arguments of a run that change its updates, by name."""
-    values = {name: value for part in args.other_arguments for name, value in vars(part).items()} | args.to_dict()
+    values = args.values_by_name
     schedule = values["lr_scheduler_type"]
     harmless = _NOT_COMPARED + (() if schedule == "reduce_lr_on_plateau" else _EVALUATION)
     # These schedules do not depend on the number of steps, unless the warmup is a share of it.

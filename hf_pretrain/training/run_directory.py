@@ -27,7 +27,6 @@ from typing import Any
 
 import psutil
 from huggingface_hub import get_token
-from transformers import TrainingArguments
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
@@ -56,10 +55,10 @@ class RunDirectory:
     The `output_dir` of a run. The main process locks it and writes the record.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): the run's training arguments.
+        args ([`LMTrainingArguments`]): the run's training arguments.
     """
 
-    def __init__(self, args: TrainingArguments):
+    def __init__(self, args: LMTrainingArguments):
         self.args, self.path = args, Path(args.output_dir)
 
     def lock(self, *, is_resumed: bool = False) -> None:
@@ -116,17 +115,15 @@ class RunDirectory:
             "`--resume_from_checkpoint auto`. Otherwise choose another directory, or delete this one."
         )
 
-    def record_start(self, args: LMTrainingArguments, others: tuple[Any, ...], *, checkpoint: str | None) -> None:
+    def record_start(self, *, checkpoint: str | None) -> None:
         """
         Name the run for its trackers, and add the entry of a launch. As all methods that record, only the main
         process calls it.
 
         Args:
-            args ([`LMTrainingArguments`]): the run's training arguments.
-            others (`tuple` of dataclasses): its other arguments.
-            checkpoint (`str`, *optional*): the checkpoint that it resumes from.
+            checkpoint (`str`, *optional*): the checkpoint that the run resumes from.
         """
-        launches = read_launches(self.path)
+        args, launches = self.args, read_launches(self.path)
         _name_tracked_run(args, launches if checkpoint else [])
         entry = {
             "started": now(),
@@ -136,7 +133,7 @@ class RunDirectory:
             "rows_per_step": args.rows_per_step,
             "directory": os.getcwd(),
             "resumed_from": checkpoint,
-            "arguments": {key: value for part in others for key, value in vars(part).items()} | args.to_dict(),
+            "arguments": args.values_by_name,
             "versions": {"python": platform.python_version()}
             | {name: version(name) for name in _PACKAGES if find_spec(name)},
             "commit": _commit(),

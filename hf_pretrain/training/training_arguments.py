@@ -325,6 +325,11 @@ class LMTrainingArguments(TrainingArguments):
         return is_zero3 or is_fsdp or self.distributed_config is not None
 
     @property
+    def values_by_name(self) -> dict[str, Any]:
+        """The values of all arguments of the run, `other_arguments` included."""
+        return {name: value for part in self.other_arguments for name, value in vars(part).items()} | self.to_dict()
+
+    @property
     def launch_description(self) -> str:
         """Number of processes, device and precision, for the first line of a run's log."""
         kind = self.device.type

@@ -26,8 +26,6 @@ from .importing import is_native_checkpoint, load_native_checkpoint, load_upstre
 
 
 logger = logging.get_logger(__name__)
-# Stands for the width of a model whose config is not at hand; the width of minimind2-small.
-UNKNOWN_WIDTH = 512
 # MiniMind's YaRN, and the length and the factor of its `--inference_rope_scaling`.
 _YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 MINIMIND_YARN = "2048:16"
@@ -139,6 +137,8 @@ class ModelArguments:
 
     def __post_init__(self):
         check_choices(self)
+        # Name a mistake now, not after the preparation of the data.
+        _ = self.overrides
         # A shell expands `~` on the command line, but not in a YAML file.
         self.model_name_or_path = self.model_name_or_path and os.path.expanduser(self.model_name_or_path)
         self.tokenizer_name_or_path = self.tokenizer_name_or_path and os.path.expanduser(self.tokenizer_name_or_path)
@@ -162,15 +162,6 @@ class ModelArguments:
         if self.add_tokens:
             add_words(tokenizer, self.add_tokens)
         return tokenizer
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of a model from random weights. With `model_name_or_path`, it is `UNKNOWN_WIDTH`."""
-        if self.model_name_or_path:
-            return UNKNOWN_WIDTH
-        overrides = self.overrides
-        preset = PRESETS[self.model_preset or default_preset()]
-        return overrides.get("hidden_size") or overrides.get("dim") or preset["hidden_size"]
 
     @property
     def overrides(self) -> dict[str, Any]:

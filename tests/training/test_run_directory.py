@@ -132,7 +132,8 @@ def read(path: Path) -> list[dict]:
 
 def test_a_run_is_recorded(make_arguments, tmp_path):
     args = make_arguments(max_steps=3)
-    RunDirectory(args).record_start(args, (DataArguments(dataset_name=["mine.jsonl"]),), checkpoint=None)
+    args.other_arguments = (DataArguments(dataset_name=["mine.jsonl"]),)
+    RunDirectory(args).record_start(checkpoint=None)
     (entry,) = read(tmp_path)
     assert "recipes/pretrain.py --run_name=<token> --max_steps 3" in entry["command"]
     # The record also has flags that the command line lacks.
@@ -152,7 +153,7 @@ def test_a_resumed_run_adds_an_entry_and_no_token_is_recorded(make_arguments, tm
     monkeypatch.setenv("HF_PRETRAIN_COMMAND", f"LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token {TOKEN}")
     args = make_arguments(run_name=f"of {TOKEN}")
     for checkpoint in (None, "out/checkpoint-2"):
-        RunDirectory(args).record_start(args, (), checkpoint=checkpoint)
+        RunDirectory(args).record_start(checkpoint=checkpoint)
         RunDirectory(args).record(ended=now(), report=[f"pushed with {TOKEN}"])
     entries = read(tmp_path)
     assert [entry["resumed_from"] for entry in entries] == [None, "out/checkpoint-2"]

@@ -19,7 +19,7 @@ def launch(tmp_path, monkeypatch):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **arguments)
-        RunDirectory(args).record_start(args, (), checkpoint=checkpoint)
+        RunDirectory(args).record_start(checkpoint=checkpoint)
         return args.run_name, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]
 
     return start
@@ -38,7 +38,7 @@ def test_the_users_variables_stay(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     monkeypatch.setenv("WANDB_RESUME", "must")
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    RunDirectory(args).record_start(args, (), checkpoint=None)
+    RunDirectory(args).record_start(checkpoint=None)
     assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == ("mine", "must")
 
 

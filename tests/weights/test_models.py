@@ -75,17 +75,3 @@ def test_positions_extend_as_minimind_and_transformers_extend_them(tokenizer, tm
 def test_a_malformed_extension_is_named(tokenizer, text):
     with pytest.raises(UserError, match="--inference_rope_scaling .* is not of the form 2048:16"):
         load_model(ModelArguments(model_preset="tiny", vocab_size=300, inference_rope_scaling=text), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"model_preset": "tiny"}, 192),
-        ({"model_preset": "minimind2"}, 768),
-        ({"model_preset": "tiny", "config_overrides": "hidden_size=96"}, 96),
-        ({"model_preset": "tiny", "config_overrides": "dim=48"}, 48),
-        ({"model_name_or_path": "somewhere"}, 512),
-    ],
-)
-def test_the_width_of_the_model(arguments, expected):
-    assert ModelArguments(**arguments).hidden_size == expected
