@@ -191,7 +191,7 @@ def test_every_checkpoint_is_pushed(run, server):
     for step, (sha, _) in zip(steps, repo.commits[1:], strict=False):
         # Each commit has the model and the card of its step, even if it is late.
         files = repo.snapshots[sha]
-        assert f"Pretraining reached step {step} of 3" in files["README.md"].decode()
+        assert f"reached step {step} of 3" in files["README.md"].decode()
         is_last = load(files["model.safetensors"])["model.norm.weight"].equal(final["model.norm.weight"])
         assert is_last == (step == 3)
         assert json.loads(repo.files[f"checkpoint-{step}/trainer_state.json"])["global_step"] == step
