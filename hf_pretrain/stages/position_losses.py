@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
@@ -45,18 +46,19 @@ def measure_positions(trainer: MaskedLossTrainer, rows: Dataset) -> list[dict[st
     ]
 
 
-def _sum_losses(trainer: MaskedLossTrainer, rows: Dataset) -> tuple[torch.Tensor, torch.Tensor]:
+def _sum_losses(trainer: MaskedLossTrainer, rows: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of predicted tokens in each range of positions, and the sum of their losses."""
     model, device = trainer.model.eval(), trainer.args.device
     edges = EDGES.to(device)
-    totals = torch.zeros(2, len(EDGES) + 1, dtype=torch.float64)
+    totals = np.zeros((2, len(EDGES) + 1))
     for batch in trainer.get_eval_dataloader(rows):
         input_ids, labels, positions = (batch[name].to(device) for name in ("input_ids", "labels", "position_ids"))
         with trainer.compute_loss_context_manager():
             logits = model(input_ids=input_ids, position_ids=positions).logits
         labels, bins = labels[:, 1:].flatten(), torch.bucketize(positions[:, 1:].flatten(), edges, right=True)
-        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="none").double()
-        kept = (labels != -100).double()
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="none")
+        kept = (labels != -100).float()
         for total, weights in zip(totals, (kept, losses * kept), strict=True):
-            total += torch.bincount(bins, weights, minlength=len(total)).cpu()
+            # Apple GPUs have no float64, in which NumPy adds up.
+            total += np.bincount(bins.cpu().numpy(), weights.cpu().numpy(), minlength=len(total))
     return totals[0], totals[1]

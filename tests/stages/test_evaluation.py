@@ -19,7 +19,7 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.models import ModelArguments, extend_positions
 from recipes.evaluate import main
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import write_jsonl
+from tests.toys import LikeMPS, write_jsonl
 
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -184,7 +184,9 @@ def test_the_loss_by_position_with_and_without_yarn(model, tokenizer, talker, tm
     words = ["--model_name_or_path", str(talker), "--eval_dataset_name", data, "--results_dir", str(tmp_path)]
     words += ["--max_length", "640", "--use_cpu", "--bf16", "false", "--disable_tqdm", "true"]
     words += ["--loss_by_position", "--inference_rope_scaling", "256:4"]
-    main(*parse_args(ModelArguments, ValidationArguments, EvaluationArguments, stage="evaluate", argv=words))
+    arguments = parse_args(ModelArguments, ValidationArguments, EvaluationArguments, stage="evaluate", argv=words)
+    with LikeMPS():
+        main(*arguments)
     results = json.loads((tmp_path / "evaluation.json").read_text())
     scaled = MiniMindForCausalLM(extend_positions(model.config, "256:4")).eval()
     scaled.load_state_dict(model.state_dict())
