@@ -148,10 +148,10 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
 
     def __post_init__(self):
         # The reference model would have to be sharded like the policy, and TRL does not do that.
-        if self.fsdp_size > 1 and self.beta != 0.0:
+        if self.distributed_config is not None and self.beta != 0.0:
             raise UserError(
-                f"--beta {self.beta} needs a reference model, which --fsdp_size does not shard. Use --beta 0, or "
-                "ZeRO-3 (--deepspeed ds_configs/zero3.json)."
+                f"--beta {self.beta} needs a reference model, which --fsdp_size, --tp_size and --ep_size do not "
+                "shard. Use --beta 0, or ZeRO-3 (--deepspeed ds_configs/zero3.json)."
             )
         if self.metric_for_best_model is None and (self.early_stopping_patience or self.load_best_model_at_end):
             # An evaluation has no loss.

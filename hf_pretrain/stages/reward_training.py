@@ -29,9 +29,11 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer pairs are left out."})
 
     def __post_init__(self):
+        if self.distributed_config is not None:
+            raise UserError(
+                "--fsdp_size, --tp_size and --ep_size shard no reward models. Use --deepspeed ds_configs/zero3.json."
+            )
         super().__post_init__()
-        if self.fsdp_size > 1:
-            raise UserError(f"--fsdp_size {self.fsdp_size} shards no reward models. Use --ds zero3.")
 
 
 class MiniMindRewardTrainer(RouterLossMixin, RewardTrainer):

@@ -447,6 +447,7 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
     [
         ({"algorithm": "ppo"}, "--algorithm ppo is unknown. All: grpo, rloo"),
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
+        ({"tp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True}, "needs a paged cache"),
     ],
 )

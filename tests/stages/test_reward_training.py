@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -58,6 +59,12 @@ def test_the_loss_is_that_of_the_formula_and_the_texts_are_those_of_grpo(tokeniz
     lengths = [max(len(pair["chosen_ids"]), len(pair["rejected_ids"])) for pair in pairs]
     kept, _ = prepare_pairs(documents, tokenizer, max_length=sorted(lengths)[1], are_whole=True)
     assert len(kept) == sum(length <= sorted(lengths)[1] for length in lengths) < 3
+
+
+@pytest.mark.parametrize("name", ["fsdp_size", "tp_size"])
+def test_a_sharded_reward_model_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=f"--{name}.* shard no reward models"):
+        RewardTrainingArguments(str(tmp_path), use_cpu=True, **{name: 2})
 
 
 @pytest.mark.slow
