@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..reports.run_files import Run, read_launches
+from ..runtime.errors import UserError
 from ..runtime.writing import written_whole
 
 
@@ -103,7 +104,11 @@ class Budget:
         """Measure the pace of a stage on this machine and its data."""
         used = self.plan["used_seconds"]
         found = _PLAN.search(self.run(*words, "--dry_run"))
-        assert found is not None
+        if found is None:
+            raise UserError(
+                f"The plan of {words[0]} names no passes over the data, from which its steps follow. Leave out "
+                "--streaming."
+            )
         steps, rows, num_rows, tokens, seconds = (float(text.replace(",", "")) for text in found.groups())
         # A dry run trains four steps. Everything else also precedes the steps of the stage.
         return Pace(self.plan["used_seconds"] - used - 4 * seconds, seconds, num_rows / rows, tokens / steps)

@@ -167,5 +167,5 @@ def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
         ) from error
     found = vars(module).get(object_name)
     if not callable(found) and not isinstance(found, list):
-        raise UserError(f"{flag} {name}: {module.__file__} has no function {object_name!r}.")
+        raise UserError(f"{flag} {name}: {module_name} has no function {object_name!r}.")
     return found

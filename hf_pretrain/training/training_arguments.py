@@ -47,6 +47,7 @@ DEFAULT_LEARNING_RATES = {"adamw": 2e-3, "muon": 8e-3}
 _LEAST = {
     **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
     "early_stopping_patience": 1,
+    "profile_interval": 2,
     **dict.fromkeys(("tokens_per_parameter", "max_minutes"), 1e-3),
     **dict.fromkeys(("learning_rate", "weight_decay", "num_train_epochs", "seed"), 0),
 }

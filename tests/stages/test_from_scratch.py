@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from hf_pretrain.reports.run_files import Run, read_run
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.from_scratch import PRETRAINING_SHARE, SAFETY, Budget, Pace
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
@@ -61,6 +63,14 @@ def test_a_preset_that_exceeds_the_memory_ends_the_choice(tmp_path, monkeypatch)
     assert budget.plan["preset"] == "small"
     with pytest.raises(SystemExit):
         budget.plan_pretraining(("huge", "small"), [])
+
+
+def test_a_plan_without_passes_is_refused(tmp_path, monkeypatch):
+    budget = make_budget(tmp_path, monkeypatch, {"small": (90, 0.1)}, 20000)
+    streamed = re.sub("[^ ]* passes over .*", "streamed", PLAN).format(tokens=90, seconds=0.1)
+    monkeypatch.setattr(budget, "run", lambda *words: streamed)
+    with pytest.raises(UserError, match="Leave out --streaming"):
+        budget.measure("pretrain")
 
 
 def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, monkeypatch):

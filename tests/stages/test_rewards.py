@@ -257,7 +257,9 @@ def test_reward_models_score_by_their_own_code_or_as_classifiers(tmp_path):
             r"--rewards fromat is unknown; the nearest one is format. All: format, .*module.path:function",
         ),
         (["no_such_module:reward"], "the module no_such_module cannot be imported"),
-        (["hf_pretrain.stages.rewards:nothing"], "rewards.py has no function 'nothing'"),
+        (["hf_pretrain.stages.rewards:nothing"], "hf_pretrain.stages.rewards has no function 'nothing'"),
+        # A module without a file.
+        (["sys:nothing"], "sys has no function 'nothing'"),
     ],
 )
 def test_a_missing_reward_is_named(names, words):

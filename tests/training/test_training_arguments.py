@@ -74,6 +74,7 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
         (["--num_train_epochs", "inf"], None, "--num_train_epochs inf must be at least 0 and finite"),
         (["--learning_rate", "nan"], None, "--learning_rate nan must be at least 0 and finite"),
         (["--weight_decay", "-0.1"], None, "--weight_decay -0.1 must be at least 0 and finite"),
+        (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )
