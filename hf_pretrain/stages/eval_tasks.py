@@ -1,7 +1,6 @@
 """Tasks of lm-eval during training (`--eval_tasks`): with each evaluation, on all ranks."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from ..data.preparation import PreparedData
 from ..runtime.errors import UserError
-from ..training.callbacks import print_line
+from ..training.callbacks import AddedFigures
 from ..training.training_arguments import LMTrainingArguments
 
 
@@ -36,7 +35,7 @@ def check_whole_model(args: LMTrainingArguments, flag: str) -> None:
         raise UserError(f"{flag} needs the whole model in each process: start torchrun, or DeepSpeed with ZeRO-2.")
 
 
-class EvalTasksCallback(TrainerCallback):
+class EvalTasksCallback(AddedFigures):
     """
     Run tasks with each evaluation. Print their metrics, and put them into the log and the metrics of the evaluation,
     as `eval_<task>_<metric>`.
@@ -52,31 +51,23 @@ class EvalTasksCallback(TrainerCallback):
 
         # Report an unknown task before the training.
         index_tasks(tasks, options.get("include_path"), "--eval_tasks")
-        self.evaluate_tasks: Callable[[Any], dict[str, Any]]
-        self.evaluate_tasks = lambda model: evaluate_tasks(model, tasks=tasks, **options)
 
-    def on_evaluate(self, args, state, control, model=None, metrics: Any = None, **kwargs):
-        if "eval_runtime" not in metrics:
-            # Only the first of several validation sets has figures with plain names.
-            return
-        # lm-eval seeds all random numbers, and the training must not depend on the tasks. `RunTrainer.evaluate`
-        # restores torch's.
-        states = random.getstate(), np.random.get_state()
-        # A compiled layer would be compiled again for each length.
-        with torch.compiler.set_stance("force_eager"):
-            results = self.evaluate_tasks(model.eval())
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        figures = {
-            f"eval_{task}_{name}": metric["value"]
-            for task, result in results.items()
-            for name, metric in result["metrics"].items()
-        }
-        metrics.update(figures)
-        state.log_history[-1].update(figures)
-        if state.is_world_process_zero:
-            text = ", ".join(f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
-            print_line(f"step {state.global_step}/{state.max_steps}: {text}")
+        def measure(model: Any) -> dict[str, float]:
+            # lm-eval seeds all random numbers, and the training must not depend on the tasks. `RunTrainer.evaluate`
+            # restores torch's.
+            states = random.getstate(), np.random.get_state()
+            # A compiled layer would be compiled again for each length.
+            with torch.compiler.set_stance("force_eager"):
+                results = evaluate_tasks(model.eval(), tasks=tasks, **options)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            return {
+                f"eval_{task}_{name}": metric["value"]
+                for task, result in results.items()
+                for name, metric in result["metrics"].items()
+            }
+
+        super().__init__(measure, prints=True)
 
 
 def task_callbacks(

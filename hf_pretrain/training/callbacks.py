@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_callback import ProgressCallback, TrainerCallback
+from transformers.trainer_callback import ProgressCallback, TrainerCallback, TrainerState
 
 from ..runtime.metrics import HEADLINES, named_figures
 from .budgets import UNKNOWN_STEPS
@@ -54,13 +54,13 @@ class LogLinesCallback(TrainerCallback):
             if "mfu" in logs:
                 figures += f", mfu {logs['mfu']:.0%}"
         if figures:
-            total = f"/{state.max_steps}" if state.max_steps < UNKNOWN_STEPS else ""
-            print_line(f"step {state.global_step}{total}: {figures}")
+            print_step(state, figures)
 
 
-def print_line(line: str) -> None:
-    """Print a line above the progress bars."""
-    tqdm.write(line)
+def print_step(state: TrainerState, text: str) -> None:
+    """Print a line about the current step, above the progress bars."""
+    total = f"/{state.max_steps}" if state.max_steps < UNKNOWN_STEPS else ""
+    tqdm.write(f"step {state.global_step}{total}: {text}")
     # Python buffers redirected output. Flush, so that `tail -f` shows each step.
     sys.stdout.flush()
 
@@ -87,7 +87,7 @@ class SampleCallback(TrainerCallback):
         if state.is_world_process_zero and texts:
             RunDirectory(args).record(samples=self.samples)
             prompt, text = texts[0]
-            print_line(f"step {state.global_step}/{state.max_steps}: {prompt!r} -> {text!r}")
+            print_step(state, f"{prompt!r} -> {text!r}")
 
 
 def answer_figures(answers: list[list[int]], *, eos_token_id: int) -> dict[str, float]:
@@ -136,18 +136,28 @@ def measure_answers(
     return answer_figures(answers, eos_token_id=tokenizer.eos_token_id)
 
 
-class AnswerMeasures(TrainerCallback):
-    """Add the figures of [`measure_answers`] to each evaluation of the first validation set."""
+class AddedFigures(TrainerCallback):
+    """
+    Add figures to the metrics and the log of each evaluation of the first validation set.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: Dataset):
-        self.tokenizer, self.conversations = tokenizer, conversations
+    Args:
+        measure (`Callable`): returns the figures of a model by name. All ranks call it.
+        prints (`bool`): whether to print the figures, too.
+    """
+
+    def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], *, prints: bool = False):
+        self.measure, self.prints = measure, prints
 
     def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
         # Only the first of several validation sets has figures with plain names.
         if "eval_runtime" in metrics:
-            metrics.update(measure_answers(model, self.tokenizer, self.conversations))
+            figures = self.measure(model)
+            metrics.update(figures)
             # Trainer has already logged a copy of `metrics`.
-            state.log_history[-1].update(metrics)
+            state.log_history[-1].update(figures)
+            if self.prints and state.is_world_process_zero:
+                pairs = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
+                print_step(state, ", ".join(pairs))
 
 
 class ProfilerCallback(TrainerCallback):

@@ -22,7 +22,14 @@ from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
 from .base_trainer import RunTrainer
 from .budgets import BUDGETS, apply_token_budget
-from .callbacks import AnswerMeasures, LogLinesCallback, ProfilerCallback, ProgressBarCallback, SampleCallback
+from .callbacks import (
+    AddedFigures,
+    LogLinesCallback,
+    ProfilerCallback,
+    ProgressBarCallback,
+    SampleCallback,
+    measure_answers,
+)
 from .dry_run import begin_dry_run, format_plan
 from .end_report import (
     format_report,
@@ -268,7 +275,8 @@ def train_on(
     )
     sample_model = partial(sample, trainer) if sample is not None else _make_sampler(data)
     if data.conversations is not None:
-        trainer.add_callback(AnswerMeasures(data.tokenizer, data.conversations))
+        measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
+        trainer.add_callback(AddedFigures(measure))
     metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and data.first_eval is not None and isinstance(data.train, Dataset):

@@ -9,8 +9,7 @@ from datasets import Dataset
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.run_files import Run
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import callbacks
-from hf_pretrain.training.callbacks import answer_figures, measure_answers
+from hf_pretrain.training.callbacks import AddedFigures, answer_figures, measure_answers
 from hf_pretrain.training.end_report import choose_questions, generate
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.toys import toy_model
@@ -50,11 +49,10 @@ def test_padded_prompts_get_the_greedy_answers_of_single_ones():
     assert measure_answers(model, tokenizer, conversations)["eval_ended_answers"] > 0
 
 
-def test_an_evaluation_has_the_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(callbacks, "measure_answers", lambda *args: FIGURES)
+def test_an_evaluation_has_the_figures(tmp_path):
     arguments = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     trainer = make_trainer(tmp_path, make_documents(), model=make_model(), arguments=arguments)
-    trainer.add_callback(callbacks.AnswerMeasures(None, None))
+    trainer.add_callback(AddedFigures(lambda model: FIGURES))
     metrics, _ = train_and_evaluate(trainer, checkpoint=None)
     assert metrics.items() >= FIGURES.items() and "eval_loss" in metrics
     log = trainer.state.log_history

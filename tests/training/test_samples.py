@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.callbacks import AddedFigures
 from hf_pretrain.training.end_report import choose_questions, sample_answers
 from hf_pretrain.training.recipe import train_and_evaluate
 from tests.toys import toy_model
@@ -44,6 +45,15 @@ def test_samples_do_not_change_the_training(tmp_path, capsys):
     kept = read_run(tmp_path / "1").samples
     assert list(kept) == [2, 4, 6] and kept[6] == [list(samples[0])]
     assert "step 6/6: 'once' -> " in capsys.readouterr().out
+
+
+def test_lines_before_the_first_step_of_a_budget_of_time_name_no_last_step(tmp_path, capsys):
+    flags = {"max_steps": -1, "max_minutes": 0.01, "eval_strategy": "steps", "eval_steps": 9, "eval_on_start": True}
+    trainer = make_trainer(tmp_path, make_documents(), model=make_model(), arguments=flags)
+    trainer.add_callback(AddedFigures(lambda model: {"eval_toy_acc": 0.5}, prints=True))
+    train_and_evaluate(trainer, checkpoint=None, sample=lambda model: [("once", "upon")])
+    output = capsys.readouterr().out
+    assert "step 0: 'once' -> 'upon'\n" in output and "step 0: toy_acc 0.5000\n" in output
 
 
 def test_answers_use_random_numbers_of_their_own():
