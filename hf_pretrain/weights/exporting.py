@@ -60,7 +60,7 @@ def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Te
     state_dict = {
         name: part.contiguous()
         for ours, tensor in model.state_dict().items()
-        for name, part in target.split(ours, tensor.detach().cpu(), model.config)
+        for name, part in target.split(ours, tensor, model.config)
     }
     if model.config.tie_word_embeddings:
         # Put the same tensor under both names: `torch.save` then stores it once.
@@ -230,8 +230,8 @@ def _add_older_names(config_file: Path) -> None:
 
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
-    """Return a copy of a model in `dtype` and eval mode; raise `ValueError` if a value overflows."""
-    model = copy.deepcopy(model).to(dtype).eval()
+    """Return a copy of a model on the CPU, in `dtype` and eval mode; raise `ValueError` if a value overflows."""
+    model = copy.deepcopy(model).to("cpu", dtype).eval()
     # NOTE: after a training in half precision, accelerate leaves a `forward` with autocast on the instance.
     model.__dict__.pop("forward", None)
     for name, parameter in model.named_parameters():

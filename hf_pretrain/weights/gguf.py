@@ -81,13 +81,13 @@ def _namer(config: MiniMindConfig) -> Callable[[str], list[str]]:
 
 
 def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights with GGUF names and layouts, in float32 on the CPU. Leave out a tied output head."""
+    """Yield the weights with GGUF names and layouts, in float32. Leave out a tied output head."""
     config, names = model.config, _namer(model.config)
     for ours, tensor in model.state_dict().items():
         # llama.cpp uses the embedding if a file has no output head.
         if ours == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        tensor = tensor.detach().cpu().float()
+        tensor = tensor.float()
         if config.qk_norm and is_rotated(ours):
             tensor = to_half_split(tensor, config.head_dim)
         # (num_experts, 2 * width, hidden_size) -> twice (num_experts, width, hidden_size)
