@@ -173,7 +173,9 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Min
     """Return the config that these arguments describe, with the special tokens of `tokenizer`."""
     with as_user_errors():
         if args.model_name_or_path:
-            return MiniMindConfig.from_pretrained(args.model_name_or_path, **args.overrides)
+            # `from_pretrained` would set the overrides after the config has checked its fields.
+            fields, _ = MiniMindConfig.get_config_dict(args.model_name_or_path)
+            return MiniMindConfig.from_dict(fields | args.overrides)
         fields = dict(PRESETS[args.model_preset or default_preset()])
         # The tokenizer defines the special tokens; a preset does not.
         fields |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
