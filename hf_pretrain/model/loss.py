@@ -246,7 +246,8 @@ def find_documents(
     token_mask = torch.ones_like(starts).flatten()
     # A 4D mask says which tokens see each other, not which of them are padding.
     if attention_mask is not None and attention_mask.dim() == 2:
-        token_mask = attention_mask.bool().flatten()
+        # The mask covers the tokens in the cache, too.
+        token_mask = attention_mask[:, -shape[1] :].bool().flatten()
     if labels is not None:
         trained = (prediction_weights(labels, loss_mask) > 0).flatten()
         token_mask = token_mask & (_sum_by(index, trained.float())[index] > 0)

@@ -217,6 +217,15 @@ def test_model_reports_the_formula(build_model, input_ids, level, padding_side):
     assert without.loss is None and without.aux_loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_padded_prompts_generate_with_router_logits(build_model, input_ids):
+    model = build_model(num_experts=4, router_aux_loss_coef=0.3)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :9] = 0
+    options = {"attention_mask": attention_mask, "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(input_ids, **options)
+    assert model.generate(input_ids, output_router_logits=True, **options).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("by_documents", [True, False])
 def test_router_loss_is_divided_by_the_given_divisors(build_model, input_ids, by_documents):
     model = build_model(num_experts=4)
