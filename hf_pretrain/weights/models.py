@@ -201,6 +201,10 @@ def load_model(
     """
     base = adapter_base(args.model_name_or_path)
     if base is not None:
+        if args.add_tokens:
+            raise UserError(
+                "--add_tokens trains new rows, which an adapter freezes. Merge it first, with `hf-pretrain convert`."
+            )
         # The base model may itself be an adapter's or another program's checkpoint.
         model = load_model(dataclasses.replace(args, model_name_or_path=base), tokenizer, distributed=distributed)
         return load_adapter(model, args.model_name_or_path)

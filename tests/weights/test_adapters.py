@@ -157,6 +157,10 @@ def test_training_continues_an_adapter(named, tmp_path, input_ids):
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         name for name, p in adapted.named_parameters() if p.requires_grad
     }
+    (tmp_path / "words.txt").write_text("watershed\n", encoding="utf-8")
+    model_args.add_tokens = str(tmp_path / "words.txt")
+    with pytest.raises(UserError, match="--add_tokens trains new rows, which an adapter freezes"):
+        load_model(model_args, tokenizer)
 
 
 # Trainer
