@@ -219,7 +219,7 @@ def load_model(
         config = extend_positions(config, args.inference_rope_scaling)
     needed = 1 + max(tokenizer.get_vocab().values())
     vocab_size = max(needed, config.vocab_size) if args.add_tokens else config.vocab_size
-    check_tokenizer(tokenizer, vocab_size=vocab_size, name=args.tokenizer_name_or_path or "the trained one")
+    check_tokenizer(tokenizer, vocab_size=vocab_size, name=tokenizer.name_or_path or "of this run")
 
     _warn_about_router_loss(config)
     attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation

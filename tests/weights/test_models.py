@@ -1,6 +1,7 @@
 """Models that the command-line arguments describe."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.models import ModelArguments, load_model
 
@@ -33,6 +35,30 @@ def test_a_router_loss_that_depends_on_the_micro_batch_is_reported(tokenizer, ca
     caplog.clear()
     args.config_overrides = "router_aux_loss_level=sequence"
     assert load_model(args, tokenizer).config.router_aux_loss_level == "sequence" and "micro-batch" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("router_aux_loss_level=sequnce", '"sequnce" is unknown; use "sequence" or "batch"'),
+        ("num_experts_per_tok=9", "num_experts_per_tok=9 must lie between 1 and num_experts=4"),
+        ("hidden_act=slu", "hidden_act='slu' is not an activation"),
+    ],
+)
+def test_the_overrides_of_a_checkpoint_are_checked(tokenizer, tmp_path, overrides, message):
+    load_model(ModelArguments(vocab_size=300, config_overrides=TOP_1), tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_model(ModelArguments(model_name_or_path=str(tmp_path), config_overrides=overrides), tokenizer)
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "trained by the run"])
+def test_a_tokenizer_that_does_not_fit_is_named(tokenizer, tmp_path, is_saved):
+    name = "of this run"
+    if is_saved:
+        tokenizer.save_pretrained(tmp_path)
+        tokenizer, name = load_tokenizer(tmp_path), str(tmp_path)
+    with pytest.raises(UserError, match=f"The tokenizer {re.escape(name)} gives ids up to 299"):
+        load_model(ModelArguments(vocab_size=100, config_overrides=TOP_1), tokenizer)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(None, "eager"), ("mps", "eager"), ("cuda", "grouped_mm")])
