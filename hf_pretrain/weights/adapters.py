@@ -9,6 +9,7 @@ model. The directory is a `--model_name_or_path` for further training, and peft'
 `recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,15 +241,20 @@ def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: 
     return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
 
 
-def merge_adapter(path: str | Path) -> MiniMindForCausalLM:
+def merge_adapter(
+    path: str | Path, base: str, *, config: Mapping[str, Any] | str | None = None
+) -> MiniMindForCausalLM:
     """
-    Return the base model of the adapter at `path` with the adapter merged into its weights, in eval mode.
+    Return the model `base` with the adapter at `path` merged into its weights, in eval mode.
+
+    Args:
+        path (`str` or `Path`): directory or Hub id of the adapter.
+        base (`str`): its base model, from [`adapter_base`].
+        config (`dict` or `str`, *optional*): as in [`~weights.importing.load_upstream`].
 
     Raises:
-        `ValueError`: if `path` is not an adapter, or its base model cannot be loaded.
+        `ValueError`: if the base model cannot be loaded.
     """
-    base = adapter_base(path)
-    if base is None:
-        raise UserError(f"{path} is no adapter: it has no adapter_config.json.")
+    adapted = load_adapter(load_upstream(base, config=config), path, is_trainable=False)
     # With `safe_merge`, peft raises if the merged weights are not finite.
-    return load_adapter(load_upstream(base), path, is_trainable=False).merge_and_unload(safe_merge=True).eval()
+    return adapted.merge_and_unload(safe_merge=True).eval()

@@ -32,7 +32,10 @@ def load_merged(
     """Return the model at `source`: weights, an adapter, or a LoRA file of MiniMind for `base`."""
     if base is not None:
         return merge_upstream_lora(load_upstream(base, config=config), source).eval()
-    return merge_adapter(source) if adapter_base(source) is not None else load_upstream(source, config=config)
+    adapted = adapter_base(source)
+    if adapted is None:
+        return load_upstream(source, config=config)
+    return merge_adapter(source, adapted, config=config)
 
 
 def merge_upstream_lora(base: MiniMindForCausalLM, path: str | Path) -> MiniMindForCausalLM:

@@ -106,7 +106,7 @@ def test_a_saved_and_a_merged_adapter_give_the_same_model(named, input_ids, tmp_
         expected = adapted(input_ids).logits
         assert (expected - named(generation)(input_ids).logits).abs().max() > 1e-2
         adapted.save_pretrained(tmp_path / "adapter")
-        merged = merge_adapter(tmp_path / "adapter")
+        merged = merge_adapter(tmp_path / "adapter", str(tmp_path / "base"))
         assert type(merged) is MiniMindForCausalLM
         torch.testing.assert_close(merged(input_ids).logits, expected, rtol=0, atol=1e-5)
         # The merged model is also saved as a full checkpoint.

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, merge_adapter
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.exporting import to_state_dict, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import stock_layout
@@ -98,7 +98,10 @@ def test_an_adapter_is_written_and_merges_to_the_same_model(
     )
     runpy.run_path("recipes/convert.py", run_name="__main__")
     logits = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids).logits
-    torch.testing.assert_close(logits, merge_adapter(tmp_path / "adapter")(input_ids).logits, rtol=0, atol=1e-5)
+    adapter = str(tmp_path / "adapter")
+    torch.testing.assert_close(logits, load_merged(adapter)(input_ids).logits, rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="base was written by hf_pretrain.*leave the config out"):
+        load_merged(adapter, config={"dropout": 0.5})
 
 
 @pytest.mark.parametrize(
