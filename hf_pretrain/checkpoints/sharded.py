@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..runtime.errors import UserError
@@ -50,7 +51,7 @@ def load_optimizer(directory: str | Path, model: nn.Module, optimizer: torch.opt
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
 
 
-def load_weights(directory: str | Path, model: nn.Module) -> None:
+def load_weights(directory: str | Path, model: PreTrainedModel) -> None:
     """
     Load the safetensors files of a checkpoint into a sharded model.
 
@@ -61,11 +62,13 @@ def load_weights(directory: str | Path, model: nn.Module) -> None:
     # Every rank reads the whole checkpoint; set_model_state_dict keeps this rank's shards.
     for path in sorted(Path(directory).glob("*.safetensors")):
         weights |= load_file(path)
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    result = set_model_state_dict(model, weights, options=options)
+    # NOTE: `set_model_state_dict` reports no missing tensors: it keeps the model's own values in their place.
+    names = model.state_dict().keys()
     # A tied output head shares the embedding's tensor, which safetensors stores once.
-    missing = set(result.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or {})
-    if missing or result.unexpected_keys:
+    missing = names - weights.keys() - model.all_tied_weights_keys.keys()
+    unexpected = weights.keys() - names
+    if missing or unexpected:
         raise UserError(
-            f"{directory} does not fit the model: missing {sorted(missing)}, unexpected {result.unexpected_keys}."
+            f"{directory} does not fit the model: missing {sorted(missing)}, unexpected {sorted(unexpected)}."
         )
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))

@@ -10,12 +10,13 @@ import pytest
 
 from hf_pretrain.checkpoints.directory import find_newest_run, rotate_checkpoints
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from hf_pretrain.checkpoints.sharded import load_weights
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resume_check import describe_data
 from hf_pretrain.training.run_directory import checkpoint_to_resume
-from tests.toys import write_jsonl
+from tests.toys import toy_model, write_jsonl
 from tests.training.test_masked_loss_trainer import make_documents, make_trainer
 
 
@@ -206,6 +207,14 @@ def test_a_model_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
 
 def fail(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_sharded_model_refuses_weights_without_its_untied_head(tmp_path):
+    tied, untied = (toy_model(tie_word_embeddings=is_tied) for is_tied in (True, False))
+    tied.save_pretrained(tmp_path)
+    load_weights(tmp_path, tied)
+    with pytest.raises(ValueError, match="missing .'lm_head.weight'."):
+        load_weights(tmp_path, untied)
 
 
 def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
