@@ -46,7 +46,7 @@ class DataCollatorForPackedRows:
             -100 before. If the rows have a `loss_mask`, also `loss_mask`, `torch.float32` of the same shape, 0 where
             labels are -100. `cu_seq_lens_q`, `torch.int32` of shape `(num_documents + 1,)`: start of each document
             (padding is one) in the flattened batch, and its end. `max_length_q`, `int`: length of the longest
-            document, rounded up to 128.
+            document in tokens.
 
         Raises:
             `ValueError`: if a row is longer than `max_length`, if the lengths of its documents do not add up to its
@@ -99,9 +99,7 @@ def _find_documents(position_ids: np.ndarray) -> dict[str, Any]:
     # The kernel of GPUs leaves tokens before the first document uninitialised. Here the check waits for no GPU.
     assert starts[0] == 0 and (position_ids[:, 0] == 0).all(), position_ids
     cu_seq_lens = np.append(starts, position_ids.size).astype(np.int32)
-    # Round up to 128: attention kernels work on blocks of 128 queries, and torch.compile compiles a new graph for each
-    # distinct value.
-    longest = int(-(-np.diff(cu_seq_lens).max() // 128) * 128)
+    longest = int(np.diff(cu_seq_lens).max())
     return {"cu_seq_lens_q": torch.from_numpy(cu_seq_lens), "max_length_q": longest}
 
 

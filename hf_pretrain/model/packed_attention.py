@@ -46,23 +46,21 @@ class PackedDocuments:
     computes attention for the whole group. A slot is one position of a group, padding included.
 
     Args:
-        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`): start of each document in the flattened batch,
-            and its end.
-        max_length (`int`): length of the longest document in tokens, or more.
-        in_groups (`bool`): whether attention runs in groups; the fields below are set only then.
-        groups (`list` of `(num_documents, length)`): shape of each group.
+        groups (`list` of `(num_documents, length)`, *optional*): shape of each group; `None` for `varlen_attn`.
         gather (`torch.LongTensor` of shape `(num_slots,)`): index of the token in each slot. A padding slot repeats
             the first token of its document.
         scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): index of the slot of each token. `gather` and
             `scatter` are `None` where each row is one document.
+        cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): start of each document in the
+            flattened batch, and its end; only for `varlen_attn`.
+        max_length (`int`, *optional*): length of the longest document in tokens, or more; only for `varlen_attn`.
     """
 
-    cu_seq_lens: torch.Tensor
-    max_length: int
-    in_groups: bool = False
     groups: list[tuple[int, int]] | None = None
     gather: torch.Tensor | None = None
     scatter: torch.Tensor | None = None
+    cu_seq_lens: torch.Tensor | None = None
+    max_length: int | None = None
 
 
 def find_packed_documents(
@@ -97,17 +95,19 @@ def find_packed_documents(
             f"cu_seq_lens_q end at {int(cu_seq_lens[-1])}, the batch has {position_ids.numel()} tokens: they belong "
             "to another batch. Pass those of this batch, or position_ids alone."
         )
-    # `varlen_attn` needs only an upper bound. To read the exact length, the CPU would wait for the GPU.
-    max_length = max_length or position_ids.shape[1]
     if not in_groups:
         cu_seq_lens = cu_seq_lens.int()
         # Each batch has another number of documents and another longest one. A compiled layer would be compiled again
-        # for the first new number, and for the first new length; powers of two, and the row length, change rarely.
+        # for the first new number, and for the first new length; powers of two from 128 on, and the row length, change
+        # rarely.
         torch._dynamo.maybe_mark_dynamic(cu_seq_lens, 0)
-        return PackedDocuments(cu_seq_lens, min(1 << (max_length - 1).bit_length(), position_ids.shape[1]))
+        # `varlen_attn` needs only an upper bound. To read the exact length, the CPU would wait for the GPU.
+        seq_len = position_ids.shape[1]
+        rounded = max(128, 1 << ((max_length or seq_len) - 1).bit_length())
+        return PackedDocuments(cu_seq_lens=cu_seq_lens, max_length=min(rounded, seq_len))
     # With as many documents as rows, each row is one document, and the batch itself is the only group.
     if len(cu_seq_lens) - 1 == len(position_ids):
-        return PackedDocuments(cu_seq_lens.int(), max_length, True, [tuple(position_ids.shape)])
+        return PackedDocuments([tuple(position_ids.shape)])
     # Compute on the host, which waits for the device once here instead of for each shape below.
     bounds = cu_seq_lens.cpu().long()
     # Stable, so that documents of equal length keep their order on every device.
@@ -128,7 +128,7 @@ def find_packed_documents(
     filled = is_token.nonzero().flatten()
     scatter = bounds.new_empty(position_ids.numel()).index_copy_(0, gather[filled], filled)
     device = position_ids.device
-    return PackedDocuments(cu_seq_lens.int(), max_length, True, groups, gather.to(device), scatter.to(device))
+    return PackedDocuments(groups, gather.to(device), scatter.to(device))
 
 
 def find_visible(
@@ -234,7 +234,7 @@ def packed_attention_forward(
     # (batch_size, num_heads, seq_len, head_dim) -> (batch_size * seq_len, num_heads, head_dim)
     # Kernels need one dtype, and a norm may have changed the dtype of query and key.
     query, key, value = (states.transpose(1, 2).flatten(0, 1).to(value.dtype) for states in (query, key, value))
-    if packed_documents.in_groups:
+    if packed_documents.groups is not None:
         output = _attend_in_groups(query, key, value, packed_documents, scaling, dropout)
     else:
         cu_seq_lens = packed_documents.cu_seq_lens

@@ -12,9 +12,9 @@ ROWS = [
 
 def test_batch_equals_one_written_by_hand():
     batch = DataCollatorForPackedRows(pad_token_id=0)(ROWS)
-    # The starts of the documents (padding counts as one), and then an upper bound of their lengths.
+    # The starts of the documents (padding counts as one), and then the longest length.
     assert batch.pop("cu_seq_lens_q").tolist() == [0, 4, 7, 10, 14]
-    assert batch.pop("max_length_q") == 128
+    assert batch.pop("max_length_q") == 4
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         "input_ids": [[1, 5, 6, 2, 1, 7, 2], [1, 8, 2, 0, 0, 0, 0]],
         "labels": [[-100, 5, 6, 2, -100, 7, 2], [-100, 8, 2, -100, -100, -100, -100]],

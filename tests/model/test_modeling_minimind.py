@@ -375,6 +375,17 @@ def test_a_layer_is_one_graph_for_any_documents(build_model, varlen_kernel, over
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    ("longest", "seq_len", "expected"), [(7, 24, 24), (7, 1000, 128), (129, 1000, 256), (600, 1000, 1000)]
+)
+def test_few_lengths_reach_compiled_layers(longest, seq_len, expected):
+    """The kernel needs an upper bound; a power of two or the row length."""
+    ends = torch.tensor([0, longest, seq_len], dtype=torch.int32)
+    position_ids = torch.arange(seq_len).expand(1, -1)
+    found = packed_attention.find_packed_documents(position_ids, in_groups=False, cu_seq_lens=ends, max_length=longest)
+    assert found.max_length == expected
+
+
 @pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "torch 2.11"])
 @pytest.mark.parametrize("counted", [True, False], ids=["collator", "positions"])
 def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, monkeypatch, counted, is_grouped):
@@ -398,10 +409,8 @@ def test_varlen_branch_is_eager(model, input_ids, varlen_kernel, monkeypatch, co
     output.loss.backward()
     assert_near(output.logits, expected.logits)
     assert_near(gradients(model), expected_gradients, 1e-4)
-    # A power of two, so that other lengths do not compile another graph.
-    assert 8 < longest <= 16
     key_heads = model.config.num_key_value_heads if is_grouped else model.config.num_attention_heads
-    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), *[16 if counted else 24] * 2, key_heads)
+    assert varlen_kernel[-1] == (cu_seq_lens.tolist(), 24, 24, key_heads)
     # On a GPU, `nonzero` waits for all queued kernels.
     assert ("aten.nonzero.default" in operators.names) is not counted
 
