@@ -43,8 +43,6 @@ class MiniMindModel(MiniMindPreTrainedModel):
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(MiniMindDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
