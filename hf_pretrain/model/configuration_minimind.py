@@ -205,10 +205,15 @@ class MiniMindConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         check_fields(vars(self))
-        self._check_sizes()
+        # Configs of v1 and v2 have no such field.
         if self.head_dim is None:
-            # Configs of v1 and v2 have no such field.
+            if self.hidden_size % self.num_attention_heads != 0:
+                raise ValueError(
+                    f"hidden_size={self.hidden_size} is not a multiple of "
+                    f"num_attention_heads={self.num_attention_heads}; change one of them or pass head_dim."
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        self._check_sizes()
         if self.intermediate_size is None:
             # Integer division of the negated number rounds up.
             self.intermediate_size = 64 * -(-int(8 * self.hidden_size / 3) // 64)
@@ -239,21 +244,15 @@ class MiniMindConfig(PreTrainedConfig):
         NOTE: huggingface_hub's `@strict` wraps a `ValueError` of a `validate_*` method in its own type, so this method
         has another name.
         """
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
-                "change one of them or pass head_dim."
-            )
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}; change one of them."
             )
         # The rotation multiplies pairs of channels as complex numbers.
-        head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        if head_dim % 2 != 0:
+        if self.head_dim % 2 != 0:
             raise ValueError(
-                f"head_dim={head_dim} is odd; the rotary embedding rotates pairs of channels. Use an even one."
+                f"head_dim={self.head_dim} is odd; the rotary embedding rotates pairs of channels. Use an even one."
             )
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(
