@@ -30,7 +30,7 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
     if args.process_index == 0:
         try:
             outcome[0] = decide()
-        except (ValueError, OSError, SystemExit) as error:
+        except (ValueError, OSError) as error:
             outcome[1] = error
     if args.world_size > 1:
         broadcast_object_list(outcome)
