@@ -68,7 +68,7 @@ def evaluated_set(figures: dict[str, Any], sets: Any) -> str | None:
 def first_figures(figures: dict[str, Any], sets: Any) -> dict[str, Any]:
     """
     Return the figures of the first of several validation sets under their plain names, such as `eval_loss` for
-    `eval_news_loss`: they choose the best model. Of the other sets, return nothing.
+    `eval_news_loss`: they choose the best model. Return an empty `dict` for the other sets.
     """
     name = evaluated_set(figures, sets)
     if name is None or name != next(iter(sets)):

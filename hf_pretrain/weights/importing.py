@@ -1,10 +1,10 @@
 """
 Read checkpoints of three MiniMind generations, and of the transformers architectures that MiniMind's scripts export.
 
-A [`~weights.layouts.WeightLayout`] describes how a program names and lays out the weights, and `weights.configs`
-translates its config.json. The shapes in the file give the sizes of an empty model. In the file's layout, the tensors
-of this empty model must have exactly the names and shapes of the file. This finds every missing or additional tensor
-before any value is used.
+A [`~weights.layouts.WeightLayout`] describes how a program names and lays out the weights, and
+`weights.foreign_configs` translates its config.json. The shapes in the file give the sizes of an empty model. In the
+file's layout, the tensors of this empty model must have exactly the names and shapes of the file. This finds every
+missing or additional tensor before any value is used.
 
     tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """

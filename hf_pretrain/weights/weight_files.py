@@ -1,4 +1,4 @@
-"""Weight files of other programs: find them, read them without running their code,."""
+"""Find weight files of other programs, and read them without running their code."""
 
 import json
 import re
