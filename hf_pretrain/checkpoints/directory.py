@@ -117,10 +117,10 @@ def find_newest_run(directory: str = "out") -> str:
     for config in Path(directory).glob("*/config.json"):
         # Use the weights' time, not the directory's: later commands add logs and evaluations to old runs.
         times = [path.stat().st_mtime for path in config.parent.glob("model*.safetensors")]
+        # Without a tokenizer, the run in the directory is not finished, and its config may be incomplete.
+        is_finished = times and (config.parent / "tokenizer.json").is_file()
         # Other models may lie in out/, such as exports to llama.
-        is_minimind = json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind"
-        # Without a tokenizer, the run in the directory is not finished.
-        if times and is_minimind and (config.parent / "tokenizer.json").is_file():
+        if is_finished and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind":
             runs[str(config.parent)] = max(times)
     if not runs:
         raise UserError(

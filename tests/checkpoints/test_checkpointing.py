@@ -228,6 +228,8 @@ def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
         if name != "unfinished":
             (tmp_path / name / "model.safetensors").touch()
             os.utime(tmp_path / name / "model.safetensors", (seconds, seconds))
+    # A killed program left half a config, and no tokenizer.
+    (tmp_path / "unfinished/config.json").write_text("{")
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")
