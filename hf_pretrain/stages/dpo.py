@@ -11,10 +11,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..data.padding_rows import RowSource
 from ..runtime.errors import needing_extra
 from ..training.training_arguments import SFTTrainingArguments
-from .trl_support import RouterLossMixin, whole_batches
+from .trl_support import WholeBatchesMixin
 
 
 with needing_extra("trl", "Preference training needs TRL"):
@@ -35,14 +34,9 @@ class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
         return True
 
 
-class MiniMindDPOTrainer(RouterLossMixin, DPOTrainer):
-    """
-    TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`], in [`~trl_support.whole_batches`].
-    """
+class MiniMindDPOTrainer(WholeBatchesMixin, DPOTrainer):
+    """TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`]."""
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
         """Return the dataset unchanged: its rows are tokenized already."""
         return dataset
-
-    def _row_source(self, *args: Any) -> RowSource:
-        return whole_batches(self, *args)

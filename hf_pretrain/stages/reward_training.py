@@ -7,12 +7,11 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data.padding_rows import RowSource
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
 from ..training.training_arguments import SFTTrainingArguments
 from ..weights.adapters import is_adapted
-from .trl_support import RouterLossMixin, whole_batches
+from .trl_support import WholeBatchesMixin
 
 
 with needing_extra("trl", "Training of reward models needs TRL"):
@@ -36,16 +35,13 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
         super().__post_init__()
 
 
-class MiniMindRewardTrainer(RouterLossMixin, RewardTrainer):
+class MiniMindRewardTrainer(WholeBatchesMixin, RewardTrainer):
     """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
 
     def __init__(self, model: MiniMindForSequenceClassification, **kwargs: Any):
         # TRL's other trainers set it. `RouterLossMixin` reads it.
         self.router_aux_loss_coef = model.config.router_aux_loss_coef
         super().__init__(model, **kwargs)
-
-    def _row_source(self, *args: Any) -> RowSource:
-        return whole_batches(self, *args)
 
 
 def make_reward_model(model: MiniMindForCausalLM) -> MiniMindForSequenceClassification:

@@ -5,7 +5,6 @@ TRL computes Mixtral's load-balancing loss in its fused LM head. [`RouterLossMix
 `router_aux_loss_coef * sum of aux_d over documents / number of documents` (`model/loss.py`) to the loss.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,50 +103,45 @@ class RouterLossMixin(RunTrainer):
         super().log(logs, *args, **kwargs)
 
 
-def whole_batches(
-    trainer: RunTrainer,
-    dataset: Any,
-    description: str,
-    batch_size: int,
-    sampler_fn: Callable[..., Any] | None,
-    is_training: bool,
-) -> RowSource:
-    """
-    Return the pairs that a data loader reads, without the last ones of an epoch, or of an evaluation, that do not fill
-    a global batch. An evaluation warns about the rows that it leaves out, and uses smaller batches for a small
-    validation set.
+class WholeBatchesMixin(RouterLossMixin):
+    """A trainer of TRL whose batches are complete: a preference loss has no row weights, so no row can be padding."""
 
-    Raises:
-        `UserError`: if the rows do not fill a single batch.
-    """
-    num_processes = trainer.accelerator.num_processes
-    if not is_training:
-        # A small validation set would otherwise fill no batch and give no figures.
-        batch_size = max(1, min(batch_size, len(dataset) // num_processes))
-    multiple = batch_size * num_processes
-    if is_training:
-        multiple *= trainer.args.gradient_accumulation_steps
-    elif len(dataset) % multiple:
-        left_out = len(dataset) % multiple
-        logger.warning_once(
-            f"{description}: {left_out} of {len(dataset)} rows do not fill a batch. The run leaves them out."
-        )
-    # Padding rows are not possible here: unlike the loss of pretraining, a preference loss has no row weights.
-    if len(dataset) < multiple:
-        raise UserError(
-            f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"
-            f"{' x accumulation' if is_training else ''}). Lower the batch size or add data."
-        )
-    # The seed decides which rows are left out: different ones in each epoch, but the same ones on every rank.
-    seed = trainer.args.data_seed if trainer.args.data_seed is not None else trainer.args.seed
+    def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
+        """
+        Return the pairs that a data loader reads, without the last ones of an epoch, or of an evaluation, that do not
+        fill a global batch. An evaluation warns about the rows that it leaves out, and uses smaller batches for a
+        small validation set.
 
-    def sampler_of_whole_batches(_):
-        sampler = sampler_fn(dataset) if sampler_fn is not None else None
-        rows = sampler if sampler is not None else range(len(dataset))
-        # Trainer calls this function later, when `reachable` below exists.
-        reachable.sampler = EpochSampler(rows, seed=seed, multiple=multiple, pads=False)
-        return reachable.sampler
+        Raises:
+            `UserError`: if the rows do not fill a single batch.
+        """
+        num_processes = self.accelerator.num_processes
+        if not is_training:
+            # A small validation set would otherwise fill no batch and give no figures.
+            batch_size = max(1, min(batch_size, len(dataset) // num_processes))
+        multiple = batch_size * num_processes
+        if is_training:
+            multiple *= self.args.gradient_accumulation_steps
+        elif len(dataset) % multiple:
+            left_out = len(dataset) % multiple
+            logger.warning_once(
+                f"{description}: {left_out} of {len(dataset)} rows do not fill a batch. The run leaves them out."
+            )
+        if len(dataset) < multiple:
+            raise UserError(
+                f"{description}: {len(dataset)} rows do not fill one batch of {multiple} (devices x batch size"
+                f"{' x accumulation' if is_training else ''}). Lower the batch size or add data."
+            )
+        # The seed decides which rows are left out: different ones in each epoch, but the same ones on every rank.
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
 
-    # NOTE: after a resume on several ranks, accelerate calls `set_epoch` only on the dataset, not on the sampler.
-    reachable = PaddedDataset(dataset)
-    return RowSource(reachable, batch_size, sampler_of_whole_batches)
+        def sampler_of_whole_batches(_):
+            sampler = sampler_fn(dataset) if sampler_fn is not None else None
+            rows = sampler if sampler is not None else range(len(dataset))
+            # Trainer calls this function later, when `reachable` below exists.
+            reachable.sampler = EpochSampler(rows, seed=seed, multiple=multiple, pads=False)
+            return reachable.sampler
+
+        # NOTE: after a resume on several ranks, accelerate calls `set_epoch` only on the dataset, not on the sampler.
+        reachable = PaddedDataset(dataset)
+        return RowSource(reachable, batch_size, sampler_of_whole_batches)
