@@ -64,8 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--ds",
         choices=DS_CONFIGS,
-        help="A DeepSpeed config of ds_configs/; starts deepspeed. By default zero2 (evaluate: zero3), unless your "
-        "own --config or --deepspeed names one.",
+        help="A DeepSpeed config of ds_configs/; starts deepspeed. By default zero2 (evaluate: zero3), unless you "
+        "pass --config or --deepspeed.",
     )
     flags.add_argument(
         "--accelerate",

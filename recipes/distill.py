@@ -39,7 +39,7 @@ def main(
     tokenizer = model_args.load_tokenizer(checkpoint, other=distillation_args.teacher_name_or_path)
     # Load the teacher before preparing the data, so that a different vocabulary is reported at once.
     teacher = load_teacher(distillation_args.teacher_name_or_path, tokenizer, is_packed=data_args.packing != "none")
-    # The output heads must have the same width, even if the teacher's is padded past its tokenizer.
+    # The default vocabulary may be smaller than the teacher's.
     model_args.vocab_size = teacher.config.vocab_size
     rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.

@@ -39,7 +39,7 @@ def main(
     # Lock the output directory, seed, and find the checkpoint to resume from, if any.
     checkpoint = begin_run(training_args, model_args, adapter_args, data_args, task_args)
 
-    # A resumed run must keep its tokenizer, which lies in the checkpoint.
+    # The run trains a tokenizer only if no flag names one, and neither a checkpoint nor a model brings one.
     tokenizer_name = model_args.tokenizer_name_or_path or checkpoint or model_args.model_name_or_path
     train_tokenizer = partial(load_or_train_tokenizer, tokenizer_name, vocab_size=model_args.vocab_size)
     tokenizer = model_args.load_tokenizer(checkpoint) if model_args.add_tokens else train_tokenizer
