@@ -17,7 +17,7 @@ from ..data.preparation import PreparedData, load_rows
 from ..hub.model_card import public_name
 from ..runtime.errors import UserError, install_command
 from ..runtime.metrics import METRICS, named_figures
-from ..runtime.writing import check_output
+from ..runtime.writing import check_output, written_whole
 from ..training.training_arguments import LMTrainingArguments
 from .eval_tasks import check_whole_model
 from .tool_call_task import TASK, evaluate_tool_calls, format_failures
@@ -207,7 +207,6 @@ def run_tasks(
 def format_results(results: dict[str, Any]) -> str:
     """Return the results as tables for the terminal."""
     rows = [("on", "metric", "value", "")]
-    # The key keeps its older name, held_out, because other programs read the saved file.
     figures = results["held_out"]
     for metric in METRICS:
         if metric.key in figures:
@@ -236,7 +235,6 @@ def _whole_tasks(tasks: dict[str, Any]) -> dict[str, Any]:
 
 def write_results(results: dict[str, Any], directory: str | Path) -> Path:
     """Write `evaluation.json` into a directory, and return its path."""
-    path = Path(directory, RESULTS_NAME)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+    with written_whole(directory) as scratch:
+        (scratch / RESULTS_NAME).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Path(directory, RESULTS_NAME)

@@ -109,7 +109,11 @@ class Chat:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation with its system message, in the form that a chat template expects."""
-        return ([{"role": "system", "content": self.system}] if self.system else []) + self.history
+        return self._opening + self.history
+
+    @property
+    def _opening(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, text: str) -> bool:
         """
@@ -153,7 +157,7 @@ class Chat:
             ids = encode_documents([self.text], self.tokenizer)[0][:-1]
         else:
             # Encode the whole conversation again, because /system and /think change its beginning.
-            seen = self.messages[: len(self.messages) - len(self.history)] + last_turns(self.history, self.max_history)
+            seen = self._opening + last_turns(self.history, self.max_history)
             ids = encode_prompt(self.tokenizer, seen, self.tools, self.enable_thinking)
             if self.tokenizer.response_template is not None:
                 # The prompt may already open the reasoning, so the parser must see the prompt, too.

@@ -67,13 +67,13 @@ def fit_micro_batch(
 
     Do nothing where the estimate does not hold or the result would depend on the size of a micro-batch: without
     compiled layers in bfloat16, with recomputed activations, for adapters, for streams and sampling by length, and for
-    a router loss per batch.
+    a router loss per batch. No stage that calls this function has another loss that depends on it.
     """
     config = base_model_of(model).config
     is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and not is_adapted(model)
     recomputes = args.activation_checkpointing or config.dropout > 0
     is_per_batch = config.num_experts > 0 and config.router_aux_loss_level == "batch"
-    depends = args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch or is_per_batch
+    depends = args.train_sampling_strategy == "group_by_length" or is_per_batch
     row_length = collator.max_length if collator is not None and isinstance(train, Dataset) else None
     if not (args.fit_micro_batch and is_estimated and row_length) or recomputes or depends:
         return

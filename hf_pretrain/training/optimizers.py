@@ -183,12 +183,11 @@ def orthogonalize_together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     # The last ranks may repeat the last matrix, so that all shares have one size.
     own = torch.stack([whole[min(index, len(whole) - 1)] for index in range(rank * share, (rank + 1) * share)])
     # (share, ..., rows, columns) -> (number of matrices, rows, columns), and back
-    # Collectives need contiguous memory, and the results for tall matrices are transposed.
+    # The results for tall matrices are transposed views, which gloo gathers and NCCL refuses.
     updates = orthogonalize(own.flatten(0, -3)).view(own.shape).contiguous()
     if num_ranks() > 1:
         gathered = updates.new_empty(share * num_ranks(), *own.shape[1:])
-        # The result for a tall matrix is a transposed view, which gloo gathers and NCCL refuses.
-        dist.all_gather_into_tensor(gathered, updates.contiguous())
+        dist.all_gather_into_tensor(gathered, updates)
         updates = gathered
     return [_like(update, matrix) for update, matrix in zip(updates.to(own.dtype), matrices, strict=False)]
 
@@ -245,7 +244,7 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: boo
     groups = muon_parameter_groups(model, learning_rate=args.learning_rate, weight_decay=args.weight_decay)
     adamw: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if not uses_deepspeed:
-        return Muon(groups, lr=args.learning_rate, momentum=MOMENTUM, **adamw)
+        return Muon(groups, lr=args.learning_rate, **adamw)
     optimizer = deepspeed_muon(groups, **adamw)
     # NOTE: DeepSpeed's class has no defaults, and some schedules of transformers read the learning rate there.
     optimizer.defaults["lr"] = args.learning_rate
