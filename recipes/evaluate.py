@@ -20,8 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.progress import announce
+from hf_pretrain.runtime.command_line import announce, one_line_errors
 from hf_pretrain.runtime.ranks import leave_process_group
 from hf_pretrain.stages.evaluation import (
     EvaluationArguments,

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..runtime.command_line import progress
 from ..runtime.errors import UserError, needing_extra
-from ..runtime.progress import progress
 from ..runtime.writing import check_output, written_whole
 from .formats import BadRecord, check_values, write_json
 from .records import Record, plain_text, read_records

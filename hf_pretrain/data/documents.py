@@ -16,8 +16,8 @@ import datasets
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..runtime.progress import announce
 from .caching import cache_key, count_processes
 from .conversations import SCHEMAS, first_question
 from .corpora import EMBEDDED_CORPORA

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..runtime.progress import announce
 from ..tokenizer.chat_template import mark_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..runtime.progress import announce
 from ..tokenizer.control_tokens import encode_documents
 from .caching import GROUP_SIZE, cache_key, count_processes, encoding_key
 from .encoding import ConversationEncoder

@@ -1,8 +1,9 @@
 """
-Errors and library output on the command line.
+Errors, progress and library output on the command line.
 
-After a mistake of the user, a recipe ends with one line; after a bug, it ends with a traceback. Messages of libraries
-are hidden if the user cannot act on them.
+A command prints a line per phase, and a progress bar in a terminal, on standard error. After a mistake of the user, it
+ends with one line; after a bug, it ends with a traceback. Messages of libraries are hidden if the user cannot act on
+them.
 """
 
 import io
@@ -16,14 +17,16 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import datasets
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
+from tqdm import tqdm
+from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError
-from .progress import shows_bars
 from .writing import refused_write
 
 
@@ -34,6 +37,31 @@ EXIT_NOT_SAVED = 74
 _LAUNCHER_SECONDS = 20.0
 
 
+def is_main() -> bool:
+    """Return whether this process is the main one. Launchers number the processes before these have an accelerator."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def shows_bars() -> bool:
+    """
+    Return whether this process shows progress bars: the main process does, if the output is a terminal or a notebook.
+    """
+    return is_main() and (sys.stderr.isatty() or is_in_notebook())
+
+
+def announce(text: str) -> None:
+    """Print what the main process does next, such as `packing the documents`."""
+    if is_main():
+        print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def progress(text: str, total: int | None = None) -> Any:
+    """Return a progress bar for work with many parts ([`tqdm`]). Outside a terminal, [`announce`] the work instead."""
+    if not shows_bars():
+        announce(text)
+    return tqdm(desc=text, total=total, disable=not shows_bars(), leave=False)
+
+
 def is_quiet() -> bool:
     """Return whether to hide messages of libraries: unless the command line has `--log_level info` or `debug`."""
     # Libraries write messages before the command line is parsed.
@@ -42,8 +70,7 @@ def is_quiet() -> bool:
 
 def quiet_libraries() -> None:
     """
-    Hide the progress bars of libraries unless [`~runtime.progress.shows_bars`]. If [`is_quiet`], hide messages that no
-    user can act on.
+    Hide the progress bars of libraries unless [`shows_bars`]. If [`is_quiet`], hide messages that no user can act on.
     """
     if not shows_bars():
         datasets.disable_progress_bars()

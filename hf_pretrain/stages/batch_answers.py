@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..data.formats import BadRecord, parse_json, read_file
 from ..data.messages import as_text, read_tools, read_turn, take_weights
+from ..runtime.command_line import progress
 from ..runtime.errors import UserError
-from ..runtime.progress import progress
 from ..tokenizer.control_tokens import encode_documents, encode_prompt
 
 

@@ -16,8 +16,8 @@ from huggingface_hub.constants import HF_HOME
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..runtime.progress import announce
 from .control_tokens import (
     BOS_TOKEN,
     CHAT_TEMPLATE_PATH,

@@ -19,10 +19,10 @@ from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes,
 from ..data.padding_rows import RowSource, is_stream
 from ..hub.model_card import RunFacts, format_run_card
 from ..hub.pushing import HubPusher, create_repository
+from ..runtime.command_line import announce
 from ..runtime.devices import compile_layers, keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.metrics import first_figures
-from ..runtime.progress import announce
 from ..runtime.ranks import Ranks, on_main_process
 from ..runtime.signals import SignalListener, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of

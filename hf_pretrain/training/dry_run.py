@@ -21,7 +21,7 @@ from datasets.config import HF_DATASETS_CACHE
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
-from ..runtime.progress import announce
+from ..runtime.command_line import announce
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
 from .budgets import BUDGETS, whole_model

@@ -16,11 +16,11 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging, strtobool
 
+from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
 from ..runtime.errors import UserError
 from ..runtime.metrics import LOWER_IS_BETTER
 from ..runtime.names import check_choices
-from ..runtime.progress import shows_bars
 from ..runtime.ranks import first_process_first
 from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from hf_pretrain.runtime.progress import announce, progress
+from hf_pretrain.runtime.command_line import announce, progress
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
 from tests.weights.test_conversion import GOLDEN
@@ -37,7 +37,7 @@ def test_only_a_terminal_of_the_main_process_shows_bars(monkeypatch, capsys):
     with progress("reading", 2) as bar:
         bar.update()
     assert capsys.readouterr().err == "reading ...\n"
-    monkeypatch.setattr("hf_pretrain.runtime.progress.is_in_notebook", lambda: True)
+    monkeypatch.setattr("hf_pretrain.runtime.command_line.is_in_notebook", lambda: True)
     with progress("reading", 2) as bar:
         bar.update()
     assert re.search(r"\rreading: +0%\|", capsys.readouterr().err)
