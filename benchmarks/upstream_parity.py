@@ -5,9 +5,12 @@ Run the training scripts of a checkout of MiniMind and our recipes side by side,
     python -m benchmarks.upstream_parity --upstream ../minimind --output benchmarks/results/upstream-parity.json
 
 Both train the same tiny weights on the same records in the same order, in float32 on the CPU with AdamW. A child
-process runs each script as it is, and records the loss of each `backward`. Three settings of MiniMind have no flag, so
-its child changes them: no weight decay, a cosine that starts at its first step as ours does, and the first weights of
-LoRA, which ours takes, too.
+process runs each script as it is, and records the loss of each `backward` and the norm of each gradient that is
+clipped. Three settings of MiniMind have no flag, so its child changes them: no weight decay, a cosine that starts at
+its first step as ours does, and the first weights of LoRA, which ours takes, too.
+
+GRPO samples its answers, so both children replace `generate`: it returns tokens that depend only on the prompt and on
+their place in the group. MiniMind's rules reward them, without a reward model.
 """
 
 import argparse
@@ -20,11 +23,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from hf_pretrain.tokenizer.chat_template import add_marks
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
@@ -41,33 +47,75 @@ SCRIPTS = {
     "lora": ("train_lora", "sft"),
     "dpo": ("train_dpo", "dpo"),
     "distillation": ("train_distillation", "distill"),
+    "grpo": ("train_grpo", "grpo"),
+    "grpo-moe": ("train_grpo", "grpo"),
+    "cispo": ("train_grpo", "grpo"),
 }
+# What to compare instead of only the loss. The policy term of GRPO is zero: only its gradient trains. The loss that
+# matches MiniMind's CISPO has another value and the same gradient.
+MEASURES = {stage: ["loss", "gradient norm"] for stage in ("grpo", "grpo-moe")} | {"cispo": ["gradient norm"]}
+GROUP, ANSWER_LENGTH, BETA, ROUTER_COEFFICIENT = 4, 32, 0.1, 5e-4
+# TRL divides advantages by the sample deviation, MiniMind by the population deviation.
+DEVIATIONS = math.sqrt((GROUP - 1) / GROUP)
+REWARDS = ["--rewards", "length", "thought_length", "closed_thought", "repetition"]
+# Padding, the stop token and `</think>` in MiniMind's vocabulary.
+PAD, STOP, END_OF_THOUGHT = 0, 2, 26
 # MiniMind also trains the newline after the stop token. With this change of its chat template, ours does, too.
 NEWLINE = ("{{- '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}", "{{- '<|im_end|>\\n' }}{%- endgeneration %}")
 
 
 def record_losses(script: Path, arguments: list[str], output: Path, lora: str | None) -> None:
-    """Run a script in this process, and write the loss of each call of `backward`."""
-    losses: list[float] = []
-    backward = torch.Tensor.backward
+    """Run a script in this process, and write the loss of each call of `backward` and the norm of each gradient."""
+    recorded: dict[str, list[float]] = {"loss": [], "gradient norm": []}
+    backward, clip = torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
 
     def recording(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        losses.append(loss.item())
+        recorded["loss"].append(loss.item())
         backward(loss, *args, **kwargs)
 
+    def clip_recording(*args: Any, **kwargs: Any) -> torch.Tensor:
+        norm = clip(*args, **kwargs)
+        recorded["gradient norm"].append(norm.item())
+        return norm
+
     torch.Tensor.backward = recording  # type: ignore[method-assign]
+    torch.nn.utils.clip_grad_norm_ = clip_recording
+    if script.stem == "grpo":
+        GenerationMixin.generate = fixed_answers  # type: ignore[method-assign]
     if script.parent.name == "trainer":
         _equalize(script.parent.parent, lora)
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
-    output.write_text(json.dumps(losses))
+    output.write_text(json.dumps(recorded))
+
+
+def fixed_answers(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """
+    Append answers that depend only on the prompt and on their place in its group, in place of `generate`. Some contain
+    a thought, some repeat themselves, and long ones are cut before their stop token.
+    """
+    places: Counter[str] = Counter()
+    answers = []
+    for ids in input_ids.tolist():
+        prompt = str([token for token in ids if token != PAD])
+        rng = random.Random(f"{prompt} {places[prompt]}")
+        places[prompt] += 1
+        answer = rng.choices(range(300, rng.choice((304, 6000))), k=rng.randint(3, ANSWER_LENGTH + 8))
+        if rng.random() < 0.5:
+            answer[len(answer) // 2] = END_OF_THOUGHT
+        answers.append([*answer, STOP, *[PAD] * ANSWER_LENGTH][:ANSWER_LENGTH])
+    return torch.cat([input_ids, torch.tensor(answers)], dim=1)
 
 
 def _equalize(upstream: Path, lora: str | None) -> None:
     """Change what MiniMind has no flag for, before its script imports it."""
     sys.path.insert(0, str(upstream))
-    from model import model_lora  # type: ignore[import-not-found]
+    from model import model_lora, model_minimind  # type: ignore[import-not-found]
     from trainer import trainer_utils  # type: ignore[import-not-found]
+
+    model_minimind.MiniMindForCausalLM.generate = fixed_answers
+    reward_model = SimpleNamespace(get_score=lambda messages, answer: 0.0)
+    trainer_utils.LMForRewardModel = lambda *args, **kwargs: reward_model
 
     get_lr, apply_lora = trainer_utils.get_lr, model_lora.apply_lora
     trainer_utils.get_lr = lambda step, total, rate: get_lr(step - 1, total, rate)
@@ -113,6 +161,8 @@ def write_models(upstream: Path, directory: Path) -> None:
     tokenizer = load_tokenizer(str(upstream / "model"))
     template = add_marks(tokenizer.chat_template)
     assert NEWLINE[0] in template, "MiniMind's chat template has changed."
+    tokens = ["<|endoftext|>", "<|im_end|>", "</think>"]
+    assert tokenizer.convert_tokens_to_ids(tokens) == [PAD, STOP, END_OF_THOUGHT], "MiniMind's vocabulary has changed."
     for labels, text in (("own", template), ("same", template.replace(*NEWLINE))):
         tokenizer.chat_template = text
         tokenizer.save_pretrained(directory / labels)
@@ -144,6 +194,14 @@ def write_models(upstream: Path, directory: Path) -> None:
     torch.save(tensors, directory / "lora.pth")
 
 
+def is_grpo(stage: str) -> bool:
+    return SCRIPTS[stage][1] == "grpo"
+
+
+def as_words(flags: dict[str, Any]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
 def upstream_flags(stage: str, data: Path) -> list[str]:
     """Return the flags of MiniMind's script."""
     sizes: dict[str, Any] = {
@@ -164,12 +222,15 @@ def upstream_flags(stage: str, data: Path) -> list[str]:
         "dtype": "float32",
     }
     flags |= {"num_workers": 0, "accumulation_steps": 1, "grad_clip": 1.0, "max_seq_len": LENGTH, "data_path": data}
-    return [word for name, value in (flags | sizes).items() for word in (f"--{name}", str(value))]
+    if is_grpo(stage):
+        flags |= {"loss_type": stage.removesuffix("-moe"), "num_generations": GROUP, "max_gen_len": ANSWER_LENGTH}
+        flags |= {"beta": BETA, "thinking_ratio": 1}
+    return as_words(flags | sizes)
 
 
 def our_flags(stage: str, data: Path, directory: Path, labels: str) -> list[str]:
     """Return the flags of our recipe, as docs/from-minimind.md lists them."""
-    base = directory / {"lora": "adapter", "pretrain-moe": "base_moe"}.get(stage, "base")
+    base = directory / {"lora": "adapter"}.get(stage, "base_moe" if "moe" in stage else "base")
     flags: dict[str, Any] = {
         "model_name_or_path": base,
         "dataset_name": data,
@@ -177,20 +238,29 @@ def our_flags(stage: str, data: Path, directory: Path, labels: str) -> list[str]
     }
     flags |= {"per_device_train_batch_size": BATCH_SIZE, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
     flags |= {"optim_preset": "adamw", "learning_rate": RATE, "adam_beta2": 0.999, "weight_decay": 0}
-    flags |= {"warmup_steps": 0, "max_grad_norm": 1.0, "max_length": LENGTH, "validation_fraction": 0}
+    flags |= {"warmup_steps": 0, "max_grad_norm": 1.0, "validation_fraction": 0}
     flags |= {"train_sampling_strategy": "sequential", "use_cpu": "true", "bf16": "false", "report_to": "none"}
     flags |= {"eval_strategy": "no", "save_strategy": "no", "tokenizer_name_or_path": directory / labels}
-    if stage != "dpo":
-        flags["packing"] = "none"
-    if stage == "dpo":
-        flags |= {"beta": 0.15}
+    if not is_grpo(stage):
+        flags |= {"max_length": LENGTH} | ({"beta": 0.15} if stage == "dpo" else {"packing": "none"})
     if stage == "distillation":
         flags |= {"teacher_name_or_path": directory / "teacher", "temperature": 1.5, "ce_weight": 0.5}
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    if is_grpo(stage):
+        flags |= {"num_generations": GROUP, "per_device_train_batch_size": BATCH_SIZE * GROUP, "beta": BETA}
+        flags |= {"max_completion_length": ANSWER_LENGTH, "thinking_ratio": 1, "shuffle_dataset": "false"}
+        flags |= {"loss_type": "cispo", "epsilon_high": 5} if stage == "cispo" else {"loss_type": "grpo"}
+        if labels == "same":
+            flags |= {"loss_type": "grpo", "use_bias_correction_kl": "false"}
+            # The advantages are smaller by this factor. With all other terms scaled by it, too, the whole loss is.
+            flags |= {"beta": BETA * DEVIATIONS, "max_grad_norm": DEVIATIONS}
+            if "moe" in stage:
+                flags["router_aux_loss_coef"] = ROUTER_COEFFICIENT * DEVIATIONS
+        return [*REWARDS, *as_words(flags)]
+    return as_words(flags)
 
 
-def run(script: Path, arguments: list[str], directory: Path, name: str) -> list[float]:
-    """Return the losses of a script, which a child process runs."""
+def run(script: Path, arguments: list[str], directory: Path, name: str) -> dict[str, list[float]]:
+    """Return the losses and gradient norms of a script, which a child process runs."""
     output = directory / f"{name}.json"
     command = [sys.executable, __file__, "--child", str(script), "--output", str(output)]
     command += ["--lora", str(directory / "lora.pth"), "--", *arguments]
@@ -198,29 +268,40 @@ def run(script: Path, arguments: list[str], directory: Path, name: str) -> list[
     result = subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(f"{name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
-    return [round(loss, 7) for loss in json.loads(output.read_text())]
+    return json.loads(output.read_text())
 
 
-def compare(upstream: Path, directory: Path, num_steps: int) -> dict[str, dict[str, Any]]:
-    """Return the losses of both programs for each stage, and their largest difference."""
+def compare(upstream: Path, directory: Path, num_steps: int, stages: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the curves of both programs for each stage, and their largest difference."""
     write_data(directory, num_steps)
     write_models(upstream, directory)
     results: dict[str, dict[str, Any]] = {}
-    for stage, (script, recipe) in SCRIPTS.items():
+    for stage in stages:
+        script, recipe = SCRIPTS[stage]
         kind = next((kind for kind in ("pretrain", "dpo") if stage.startswith(kind)), "sft")
         flags = upstream_flags(stage, directory / f"{kind}-upstream.jsonl")
         theirs = run(upstream / f"trainer/{script}.py", flags, directory, f"{stage}-theirs")
         for labels in ("own",) if kind == "pretrain" else ("same", "own"):
             data = directory / f"{kind}-ours.jsonl"
             ours = run(ROOT / f"recipes/{recipe}.py", our_flags(stage, data, directory, labels), directory, stage)
-            assert len(ours) == len(theirs) == num_steps, (stage, len(ours), len(theirs))
-            difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-            name = f"{stage}, with MiniMind's labels" if labels == "same" else stage
-            results[name] = {"minimind": theirs, "ours": ours, "largest_difference": difference}
-            print(f"\n{name}: largest difference {difference:.2e}\nstep   MiniMind       ours", flush=True)
-            for step in range(0, num_steps, math.ceil(num_steps / 10)):
-                print(f"{step + 1:>4}{theirs[step]:>11.6f}{ours[step]:>11.6f}", flush=True)
+            matched = f", with MiniMind's {'loss' if is_grpo(stage) else 'labels'}" if labels == "same" else ""
+            scale = DEVIATIONS if is_grpo(stage) and matched else 1.0
+            for measure in MEASURES.get(stage, ["loss"]):
+                name = f"{stage}{matched}" + (f", {measure}" if measure != "loss" else "")
+                ours[measure] = [value / scale for value in ours[measure]]
+                results[name] = report(name, theirs[measure], ours[measure], num_steps)
     return results
+
+
+def report(name: str, theirs: list[float], ours: list[float], num_steps: int) -> dict[str, Any]:
+    """Print two curves and return them, with their largest difference."""
+    assert len(ours) == len(theirs) == num_steps, (name, len(ours), len(theirs))
+    theirs, ours = ([round(value, 7) for value in curve] for curve in (theirs, ours))
+    difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    print(f"\n{name}: largest difference {difference:.2e}\nstep   MiniMind       ours", flush=True)
+    for step in range(0, num_steps, math.ceil(num_steps / 10)):
+        print(f"{step + 1:>4}{theirs[step]:>11.6f}{ours[step]:>11.6f}", flush=True)
+    return {"minimind": theirs, "ours": ours, "largest_difference": difference}
 
 
 def main(args: argparse.Namespace) -> None:
@@ -232,10 +313,11 @@ def main(args: argparse.Namespace) -> None:
         upstream = Path(scratch, "minimind")
         for name in ("model", "dataset", "trainer"):
             shutil.copytree(args.upstream / name, upstream / name)
-        results = compare(upstream, Path(scratch), args.steps)
+        results = compare(upstream, Path(scratch), args.steps, args.stages)
     settings = {"hidden_size": WIDTH, "batch_size": BATCH_SIZE, "max_length": LENGTH, "learning_rate": RATE}
     if args.output:
-        content = {"minimind": args.commit, "steps": args.steps, **settings, "stages": results}
+        kept = json.loads(args.output.read_text())["stages"] if args.output.exists() else {}
+        content = {"minimind": args.commit, "steps": args.steps, **settings, "stages": kept | results}
         args.output.write_text(json.dumps(content) + "\n")
 
 
@@ -244,7 +326,8 @@ if __name__ == "__main__":
     parser.add_argument("--upstream", type=Path, help="a checkout of MiniMind")
     parser.add_argument("--commit", help="its commit, for the results")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    parser.add_argument("--stages", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="stages to compare")
+    parser.add_argument("--output", type=Path, help="JSON file for the results; it keeps those of other stages")
     for hidden in ("--child", "--lora"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
