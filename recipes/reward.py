@@ -11,7 +11,10 @@ conversation. The flags of `TrainingArguments` and of TRL's `RewardConfig` work,
 lists; `--help-all` prints all flags.
 """
 
+from functools import partial
+
 from hf_pretrain.data.data_arguments import SourceArguments
+from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.parsing import parse_args
@@ -30,8 +33,11 @@ ARGUMENTS = (ModelArguments, SourceArguments, RewardTrainingArguments)
 def main(model_args: ModelArguments, data_args: SourceArguments, training_args: RewardTrainingArguments):
     checkpoint = begin_run(training_args, model_args, data_args)
     tokenizer = model_args.load_tokenizer(checkpoint)
+    pairs = load_rows(data_args, training_args, tokenizer, prepare=partial(prepare_pairs, are_whole=True))
+    # A reward model answers no questions.
+    pairs.conversations = None
     train_on(
-        load_rows(data_args, training_args, tokenizer, are_whole=True),
+        pairs,
         make_reward_model(load_model(model_args, tokenizer)),
         MiniMindRewardTrainer,
         stage="training of a reward model",

@@ -14,7 +14,7 @@ docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.data_arguments import ChatArguments
+from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.eval_tasks import EvalTaskArguments, task_callbacks

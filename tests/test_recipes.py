@@ -18,7 +18,8 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import HfArgumentParser
 
 from hf_pretrain import PRESETS, MiniMindForCausalLM
-from hf_pretrain.data.data_arguments import ChatArguments, DataArguments, SourceArguments
+from hf_pretrain.data.chat_arguments import ChatArguments
+from hf_pretrain.data.data_arguments import DataArguments, SourceArguments
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.stages.distillation import DistillationArguments
 from hf_pretrain.stages.dpo import DPOTrainingArguments

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from ..runtime.names import check_choices
 from .documents import load_documents
-from .draws import check_ratio
 from .encoding import ConversationEncoder
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from .sources import name_eval_sets
@@ -21,6 +20,7 @@ class SourceArguments:
 
     # Subclasses make flags of them.
     text_column = "text"
+    chat_template = cast("str | None", None)
     streaming = False
 
     dataset_name: list[str] = field(
@@ -172,62 +172,3 @@ class DataArguments(SourceArguments):
             num_proc=self.num_proc,
             encoder=self.encoder(seed),
         )
-
-
-@dataclass
-class ChatArguments(DataArguments):
-    """
-    Conversations to train on, and the choice of the trained tokens.
-
-    Conversations are truncated at `max_length` tokens.
-    """
-
-    dataset_kind: str = field(
-        default="auto",
-        metadata={
-            "help": "Kind of the records: conversations, whose fields tell their form (auto), or text.",
-            "choices": ("auto", "text"),
-        },
-    )
-    chat_template: str | None = field(
-        default=None,
-        metadata={"help": "Jinja file that replaces the tokenizer's chat template; or minimind, MiniMind's template."},
-    )
-    enable_thinking: bool | None = field(
-        default=None,
-        metadata={"help": "Variable of the chat template; false puts an empty <think> block in front of each answer."},
-    )
-    add_system_ratio: float = field(
-        default=0.0, metadata={"help": "Share of the training conversations with a random system message, e.g. 0.2."}
-    )
-    empty_think_ratio: float | None = field(
-        default=None, metadata={"help": "Share of the training conversations with empty <think> blocks, e.g. 0.2."}
-    )
-    train_on: str = field(
-        default="assistant",
-        metadata={
-            "help": "The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
-            "choices": ("assistant", "last_turn", "all"),
-        },
-    )
-    preview: int = field(
-        default=0, metadata={"help": "Print this many packed sequences, with trained tokens in colour, and stop."}
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_ratio("--add_system_ratio", self.add_system_ratio)
-        check_ratio("--empty_think_ratio", self.empty_think_ratio, self.enable_thinking)
-
-    @property
-    def kind_name(self) -> str:
-        return "text" if self.dataset_kind == "text" else "conversations"
-
-    def encoder(self, seed: int | None = None) -> ConversationEncoder | None:
-        if self.dataset_kind == "text":
-            return None
-        # Unset differs from false: the template then uses its own default.
-        kwargs = () if self.enable_thinking is None else (("enable_thinking", self.enable_thinking),)
-        ratios = (self.add_system_ratio, self.empty_think_ratio)
-        # Without draws, the cached rows do not depend on the seed.
-        return ConversationEncoder(self.train_on, kwargs, *ratios, seed=None if ratios == (0, None) else seed)

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from ..runtime.errors import UserError
 from ..tokenizer.chat_template import mark_template
 from .collators import DataCollatorForPackedRows
-from .data_arguments import ChatArguments, DataArguments, SourceArguments
+from .data_arguments import DataArguments, SourceArguments
 from .packing import PackingReport
-from .preference_pairs import prepare_pairs
 
 
 @dataclass
@@ -70,7 +69,7 @@ def load_rows(
     *,
     is_evaluation: bool = False,
     keep_rejected: bool = True,
-    are_whole: bool = False,
+    prepare: Callable[..., tuple[Dataset, str | None]] | None = None,
 ) -> PreparedData:
     """
     Return documents as packed sequences, or preferences as pairs. The main process prepares them, and the other ranks
@@ -85,22 +84,21 @@ def load_rows(
         tokenizer: the tokenizer, or a function that trains one on the training documents.
         is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
         keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
-        are_whole (`bool`, defaults to `False`): as in [`~data.preference_pairs.prepare_pairs`].
+        prepare (`Callable`, *optional*): [`~data.preference_pairs.prepare_pairs`] or a like function, for preferences.
 
     Raises:
         `ValueError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
-            [`~data.packing.prepare_rows`], [`~data.preference_pairs.prepare_pairs`] and
-            [`~tokenizer.chat_template.mark_template`].
+            [`~data.packing.prepare_rows`] or `prepare`, and [`~tokenizer.chat_template.mark_template`].
     """
     if data_args.kind_name != "text":
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
-        mark_template(tokenizer, data_args.chat_template if isinstance(data_args, ChatArguments) else None)
+        mark_template(tokenizer, data_args.chat_template)
 
-    def prepare(documents: Dataset | IterableDataset, **draws: int) -> tuple[Any, Any]:
-        if isinstance(data_args, DataArguments):
-            return data_args.prepare_rows(documents, tokenizer, **draws)
-        how = {"max_length": training_args.max_length, "num_proc": data_args.num_proc}
-        return prepare_pairs(documents, tokenizer, are_whole=are_whole, **how)
+    def rows_of(documents: Dataset | IterableDataset, **draws: int) -> tuple[Any, Any]:
+        if prepare is not None:
+            return prepare(documents, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
+        assert isinstance(data_args, DataArguments)
+        return data_args.prepare_rows(documents, tokenizer, **draws)
 
     with training_args.main_process_first(desc="preparing the data"):
         train_documents, eval_sets = data_args.load_documents(
@@ -111,13 +109,13 @@ def load_rows(
             tokenizer = tokenizer(train_documents)
         train_rows, train_report = None, None
         if not is_evaluation:
-            train_rows, train_report = prepare(train_documents, seed=training_args.seed)
+            train_rows, train_report = rows_of(train_documents, seed=training_args.seed)
             if isinstance(train_rows, Dataset) and len(train_rows) == 0:
                 raise UserError(
                     f"None of {len(train_documents)} {data_args.kind_name} has an answer to train on within "
                     "--max_length. Raise it, or correct the data."
                 )
-        validation = {name: prepare(part) for name, part in eval_sets.items()}
+        validation = {name: rows_of(part) for name, part in eval_sets.items()}
     report = [f"Validation{name and ' '}{name}: {counts or 'nothing'}" for name, (_, counts) in validation.items()]
     if not is_evaluation:
         report.insert(0, f"Training: {train_report or 'streamed'}")
@@ -136,8 +134,7 @@ def load_rows(
         train_rows,
         {name: rows for name, (rows, _) in validation.items()},
         data_args.eval_dataset_name or [],
-        # A reward model answers no questions.
-        conversations=None if data_args.kind_name == "text" or are_whole else next(iter(eval_sets.values())),
+        conversations=None if data_args.kind_name == "text" else next(iter(eval_sets.values())),
         collator=collator,
         num_tokens=train_report.num_tokens if isinstance(train_report, PackingReport) else None,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ..checkpoints.directory import find_newest_run
-from ..data.data_arguments import ChatArguments
+from ..data.chat_arguments import ChatArguments
 from ..data.preparation import PreparedData, load_rows
 from ..hub.model_card import public_name
 from ..runtime.errors import UserError, install_command

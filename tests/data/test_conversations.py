@@ -14,10 +14,11 @@ import torch
 from datasets import Dataset, Features, IterableDataset, Json, List
 from transformers import AutoTokenizer
 
+from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import read_conversation, read_preference
-from hf_pretrain.data.data_arguments import ChatArguments, SourceArguments
+from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.data.formats import BadRecord
@@ -507,8 +508,9 @@ def test_only_training_data_must_leave_rows(tokenizer, tmp_path, kind):
 
     def load(train: str, validation: str) -> PreparedData:
         how = {"dataset_name": [names[train]], "eval_dataset_name": [names[validation]]}
-        data_args = SourceArguments(**how) if kind == "preferences" else ChatArguments(**how, max_length=32)
-        return load_rows(data_args, args, tokenizer)
+        if kind == "preferences":
+            return load_rows(SourceArguments(**how), args, tokenizer, prepare=prepare_pairs)
+        return load_rows(ChatArguments(**how, max_length=32), args, tokenizer)
 
     data = load("short", "long")
     assert len(data.train) == 1 and data.eval is None and data.conversations is None

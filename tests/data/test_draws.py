@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.conversations import read_conversation
-from hf_pretrain.data.data_arguments import ChatArguments
 from hf_pretrain.data.draws import SYSTEM_MESSAGES
 from hf_pretrain.data.encoding import EMPTY_THOUGHT
 from hf_pretrain.data.reward_tasks import load_tasks

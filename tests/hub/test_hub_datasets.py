@@ -135,7 +135,7 @@ configs:
 """
 SPLITS = """
 import json, sys
-from hf_pretrain.data.data_arguments import ChatArguments
+from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 args = LMTrainingArguments(output_dir=".", use_cpu=True)
 data = ChatArguments(dataset_name=[sys.argv[1]], eval_dataset_name=sys.argv[2:])
