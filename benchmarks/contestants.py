@@ -176,11 +176,11 @@ def ours(setting: RaceSetting, run: Run) -> None:
     flags |= {"output_dir": setting.output_dir, "eval_strategy": "no", "save_strategy": "no", "report_to": "none"}
     argv = [f"--{name}={value}" for name, value in (flags | setting.flags).items()] + ["--disable_tqdm=true"]
     model_args, data_args, args = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
-    complete_learning_rate(args, model_args.hidden_size)
-    names = ("optim_preset", "learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "warmup_steps")
-    run.settings = {name: str(getattr(args, name)) for name in names}
     set_seed(args.seed)
     model = load_model(model_args, setting.tokenizer)
+    complete_learning_rate(args, model.config.hidden_size)
+    names = ("optim_preset", "learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "warmup_steps")
+    run.settings = {name: str(getattr(args, name)) for name in names}
     run.settings["initializer_range"] = str(model.config.initializer_range)
     trainer = MaskedLossTrainer(
         model=model,

@@ -311,9 +311,7 @@ class LMTrainingArguments(TrainingArguments):
 
     @property
     def distributed_config(self) -> DistributedConfig | None:
-        """
-        Sizes by which transformers shards the model while it loads it; `None` if each process holds the whole model.
-        """
+        """Sizes by which transformers shards the model that it loads; `None` if each process holds it whole."""
         names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
         sizes = {name: vars(self)[name] for name in names}
         return DistributedConfig(**sizes) if max(sizes.values()) > 1 else None
@@ -322,8 +320,7 @@ class LMTrainingArguments(TrainingArguments):
     def shards_weights(self) -> bool:
         """Whether a process holds only parts of the weights: ZeRO-3, FSDP of accelerate, or `distributed_config`."""
         is_zero3 = self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3
-        is_fsdp = complete_fsdp_args(self.fsdp_plugin_args) is not None
-        return is_zero3 or is_fsdp or self.distributed_config is not None
+        return is_zero3 or self.distributed_config is not None or complete_fsdp_args(self.fsdp_plugin_args) is not None
 
     @property
     def values_by_name(self) -> dict[str, Any]:
@@ -347,7 +344,7 @@ class LMTrainingArguments(TrainingArguments):
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
 
     def _choose_optimizer(self):
-        """Set the optimizer and its clipping where the user left them out; `complete_learning_rate` follows."""
+        """Set the optimizer and its clipping where the user left them out. The trainer sets the learning rate."""
         default = TrainingArguments.default_optim
         if self.optim_preset == "muon" and self.optim not in (None, default):
             raise UserError(f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out.")
