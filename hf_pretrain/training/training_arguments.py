@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
-from transformers.utils import logging, strtobool
+from transformers.utils import strtobool
 
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
@@ -35,8 +35,6 @@ from .launch import (
     take_launchers_precision,
 )
 
-
-logger = logging.get_logger(__name__)
 
 # Default peak learning rates of pretraining for each `--optim_preset`, at width 192. They were the best ones of the
 # preset `tiny` (docs/performance.md).
@@ -278,16 +276,14 @@ class LMTrainingArguments(TrainingArguments):
     @classmethod
     def of(cls, args: TrainingArguments) -> Self:
         """Return plain `TrainingArguments` as ours, with AdamW and with our other flags off."""
-        given = {each.name: vars(args)[each.name] for each in fields(args)}
-        return cls(**given, optim_preset="adamw")
+        return cls(**{each.name: vars(args)[each.name] for each in fields(args)}, optim_preset="adamw")
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """
         Run the block in the first process of each machine, and then in the others, which read its cache.
 
-        transformers' method waits in a collective, which fails after `--ddp_timeout`. This method waits without limit,
-        and ignores the arguments.
+        transformers' method fails after `--ddp_timeout`. This one waits without limit, and ignores the arguments.
         """
         if self.world_size > 1 and dist.is_initialized():
             with first_process_first(self.local_process_index):
@@ -312,8 +308,7 @@ class LMTrainingArguments(TrainingArguments):
     @property
     def distributed_config(self) -> DistributedConfig | None:
         """Sizes by which transformers shards the model that it loads; `None` if each process holds it whole."""
-        names = ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")
-        sizes = {name: vars(self)[name] for name in names}
+        sizes = {name: vars(self)[name] for name in ("tp_size", "ep_size", "fsdp_size", "dp_replicate_size")}
         return DistributedConfig(**sizes) if max(sizes.values()) > 1 else None
 
     @property
@@ -340,8 +335,7 @@ class LMTrainingArguments(TrainingArguments):
     @property
     def rows_per_step(self) -> int:
         """Rows of an optimizer step, over all processes and accumulated batches. Tensor-parallel ranks share rows."""
-        num_ranks = self.world_size // self.tp_size
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_ranks
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * (self.world_size // self.tp_size)
 
     def _choose_optimizer(self):
         """Set the optimizer and its clipping where the user left them out. The trainer sets the learning rate."""
