@@ -73,6 +73,8 @@ def toy_arguments(workspace: Path, output_dir: str) -> list[str]:
     return [
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
         *("--max_length", "32", "--validation_fraction", "0.1", "--max_steps", "2", "--logging_steps", "1"),
+        # The default of so narrow a model would turn differences of Muon into large ones.
+        *("--learning_rate", "3e-3"),
         *("--save_strategy", "no", "--bf16", "false", "--output_dir", str(workspace / output_dir)),
     ]
 
