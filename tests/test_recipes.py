@@ -73,8 +73,6 @@ def toy_arguments(workspace: Path, output_dir: str) -> list[str]:
     return [
         *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
         *("--max_length", "32", "--validation_fraction", "0.1", "--max_steps", "2", "--logging_steps", "1"),
-        # The default of so narrow a model would turn differences of Muon into large ones.
-        *("--learning_rate", "3e-3"),
         *("--save_strategy", "no", "--bf16", "false", "--output_dir", str(workspace / output_dir)),
     ]
 
@@ -317,10 +315,14 @@ def test_make_clean_leaves_models_and_other_environments(tmp_path):
     assert not any((tmp_path / name).exists() for name in built)
 
 
+# The default rate of so narrow a model would turn the differences of Muon into large ones.
+RATE = ["--learning_rate", "3e-3"]
+
+
 def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     # make uses an installed environment as it is.
     (Path(sys.prefix) / ".installed").touch()
-    arguments = " ".join([*toy_arguments(workspace, name), "--per_device_train_batch_size 2 --report_to none"])
+    arguments = " ".join([*toy_arguments(workspace, name), *RATE, "--per_device_train_batch_size 2 --report_to none"])
     words = ("make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, f"ARGS={arguments}")
     return start(list(words), TORCHDYNAMO_DISABLE="")
 
@@ -328,7 +330,7 @@ def make(workspace: Path, name: str, *words: str) -> subprocess.CompletedProcess
 @pytest.fixture(scope="module")
 def one_process(workspace) -> list[float]:
     """Return the losses of the run of [`make`] in one process."""
-    words = [*toy_arguments(workspace, "alone"), "--per_device_train_batch_size", "4", "--use_cpu"]
+    words = [*toy_arguments(workspace, "alone"), *RATE, "--per_device_train_batch_size", "4", "--use_cpu"]
     result = start([sys.executable, RECIPE, "--config", str(ROOT / "recipes/tiny/pretrain.yaml"), *words])
     assert result.returncode == 0, result.stdout[-3000:]
     return losses(workspace / "alone")
