@@ -57,7 +57,8 @@ def run(tmp_path_factory):
     names = ("train", "news", "code")
     data = {name: write_jsonl(path / f"{name}.jsonl", (f"{name} {i} rivers run" for i in range(40))) for name in names}
     words = ["--dataset_name", data["train"], "--eval_dataset_name", data["news"], data["code"], *WORDS, *SIZES]
-    words += ["--max_tokens", "2K", "--eval_steps", "0.5", "--output_dir", str(path / "out")]
+    words += ["--max_tokens", "2K", "--eval_steps", "0.5", "--per_device_train_batch_size", "8"]
+    words += ["--output_dir", str(path / "out")]
     result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words])
     assert result.returncode == 0, result.stdout
     return path / "out", result.stdout
