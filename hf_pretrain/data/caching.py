@@ -23,17 +23,12 @@ def digest(*values: object) -> str:
     return hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
 
 
-def describe_code(package: Path) -> str:
-    """Return a digest of the code that prepares data and of the library versions that it runs with."""
-    # A changed comment also changes the digest: to prepare data again costs minutes, to miss a change of the code
-    # gives wrong rows.
-    files = [*sorted((package / "data").glob("*.py")), *sorted((package / "tokenizer").glob("*.py"))]
-    versions = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
-    return digest([file.read_bytes() for file in files], versions)
-
-
-# Computed at import, so that an edit of these files during a run does not change its cache keys.
-CODE = describe_code(Path(__file__).parent.parent)
+# Digest of the code that prepares data and of the versions of its libraries. A changed comment also changes it: to
+# prepare data again costs minutes, to miss a change of the code gives wrong rows. It is computed at import, so that an
+# edit of these files during a run does not change its cache keys.
+_FILES = [path for name in ("data", "tokenizer") for path in sorted(Path(__file__).parents[1].glob(f"{name}/*.py"))]
+_VERSIONS = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
+CODE = digest([path.read_bytes() for path in _FILES], _VERSIONS)
 
 
 def cache_key(*values: object) -> str:

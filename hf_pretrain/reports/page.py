@@ -104,26 +104,19 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
 
 def _draw_charts(runs: list[Run]) -> Iterator[tuple[str, str]]:
     """Yield title and SVG of each chart for which a run has figures."""
-    for measure, over in itertools.product(("reward", "loss"), _X_LABELS):
-        if lines := _measure_lines(runs, measure, over=over):
-            chart = line_chart(lines, x_label=_X_LABELS[over], y_label=_y_label(runs, measure))
+    units = {run.loss_unit for run in runs}
+    y_labels = {"reward": "mean reward", "loss": f"loss ({units.pop()})" if len(units) == 1 else "loss"}
+    for measure, over in itertools.product(y_labels, _X_LABELS):
+        lines = _lines(runs, measure, over=over, label="training", style={"alpha": 0.45})
+        dots = {"marker": "o", "markersize": 3}
+        lines += _lines(runs, f"eval_{measure}", over=over, label="validation", style=dots)
+        if lines:
+            chart = line_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure])
             yield f"{measure.capitalize()} over {over}", to_svg(chart)
     for title, key, y_label in _CHARTS:
         if lines := _lines(runs, key):
             chart = line_chart(lines, x_label=_X_LABELS["tokens"], y_label=y_label, from_zero=key in _FROM_ZERO)
             yield title, to_svg(chart)
-
-
-def _y_label(runs: list[Run], measure: str) -> str:
-    units = {run.loss_unit for run in runs}
-    return "mean reward" if measure == "reward" else f"loss ({units.pop()})" if len(units) == 1 else "loss"
-
-
-def _measure_lines(runs: list[Run], measure: str, *, over: str) -> list[Line]:
-    """Return the lines of loss or reward, in training and validation."""
-    lines = _lines(runs, measure, over=over, label="training", style={"alpha": 0.45})
-    style = {"marker": "o", "markersize": 3}
-    return lines + _lines(runs, f"eval_{measure}", over=over, label="validation", style=style)
 
 
 def _lines(

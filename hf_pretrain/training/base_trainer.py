@@ -54,8 +54,8 @@ class RunTrainer(Trainer):
         args = args if isinstance(args, LMTrainingArguments) else LMTrainingArguments.of(args or TrainingArguments())
         self.run_facts = run_facts or RunFacts()
         if kwargs.get("eval_dataset") is None:
-            # Our arguments evaluate by default, and Trainer refuses to evaluate without data.
-            args.evaluate_never()
+            # Our arguments evaluate by default, and Trainer refuses to evaluate without data. The last model is kept.
+            args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = "no", False, False
         self.signals, self._throughput = SignalListener(), Throughput()
         self._checkpoint: str | None = None
         # Digest these weights now: later, they are wrapped or sharded.

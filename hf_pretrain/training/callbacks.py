@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -158,6 +159,13 @@ class AddedFigures(TrainerCallback):
             if self.prints and state.is_world_process_zero:
                 pairs = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
                 print_step(state, ", ".join(pairs))
+
+
+class AnswerFigures(AddedFigures):
+    """Add the figures of [`measure_answers`] to each evaluation; the arguments are those of that function."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: Dataset):
+        super().__init__(partial(measure_answers, tokenizer=tokenizer, conversations=conversations))
 
 
 class ProfilerCallback(TrainerCallback):

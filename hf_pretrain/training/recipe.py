@@ -22,14 +22,7 @@ from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.models import ModelArguments
 from .base_trainer import RunTrainer
 from .budgets import BUDGETS, apply_token_budget
-from .callbacks import (
-    AddedFigures,
-    LogLinesCallback,
-    ProfilerCallback,
-    ProgressBarCallback,
-    SampleCallback,
-    measure_answers,
-)
+from .callbacks import AnswerFigures, LogLinesCallback, ProfilerCallback, ProgressBarCallback, SampleCallback
 from .dry_run import begin_dry_run, format_plan
 from .end_report import (
     format_report,
@@ -275,12 +268,13 @@ def train_on(
     )
     sample_model = partial(sample, trainer) if sample is not None else _make_sampler(data)
     if data.conversations is not None:
-        measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
-        trainer.add_callback(AddedFigures(measure))
+        trainer.add_callback(AnswerFigures(data.tokenizer, data.conversations))
     metrics, samples = train_and_evaluate(trainer, checkpoint=checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
     if recipe == "pretrain" and data.first_eval is not None and isinstance(data.train, Dataset):
-        facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=len(data.tokenizer))
+        # Ids may have gaps, so `len(tokenizer)` may be too small.
+        vocab_size = base_model_of(model).config.vocab_size
+        facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=vocab_size)
     _end_run(trainer, metrics, samples)
     leave_process_group()
 

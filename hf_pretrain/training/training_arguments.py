@@ -291,10 +291,6 @@ class LMTrainingArguments(TrainingArguments):
         else:
             yield
 
-    def evaluate_never(self) -> None:
-        """Turn evaluation off, for a run without a validation set, which keeps its last model."""
-        self.eval_strategy, self.eval_on_start, self.load_best_model_at_end = "no", False, False
-
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with its first weights. Stages with such a loss override it."""
