@@ -27,6 +27,8 @@ PRESET ?= auto
 CONFIG ?=
 ARGS ?=
 MINUTES ?= 20
+# Each training stage has a file of values for all presets.
+STAGES := $(basename $(notdir $(wildcard recipes/base/*.yaml)))
 ifeq ($(filter $(DEVICE),cuda cpu auto),)
   $(error DEVICE=$(DEVICE) is unknown: use cuda, cpu or auto)
 endif
@@ -34,7 +36,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: chat-from-scratch pretrain sft dpo reward distill grpo chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: chat-from-scratch $(STAGES) chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -48,9 +50,10 @@ LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER))
 # Extras of pyproject.toml that single stages need.
 dpo reward grpo: $(VENV)/.installed-trl
 serve: $(VENV)/.installed-$(if $(findstring --web,$(ARGS)),web,serve)
-evaluate: $(VENV)/.installed-eval
+# Of the tasks, tool_call alone needs no lm-eval.
+evaluate: $(if $(findstring --tasks,$(ARGS)),$(if $(filter tool_call --tasks=tool_call,$(ARGS)),,$(VENV)/.installed-eval))
 
-pretrain sft dpo reward distill grpo: $(VENV)/.installed
+$(STAGES): $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py $@ $(LAUNCH) $(ARGS)
 
 chat-from-scratch: $(VENV)/.installed
@@ -79,7 +82,7 @@ OLDEST_VERSIONS += huggingface_hub==1.31.0 fsspec==2026.2.0 dill==0.4.0 multipro
 test-oldest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) $(OLDEST_VERSIONS)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" \
-	  tests/model/test_modeling_minimind.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
+	  tests/model/test_modeling_minimind.py tests/model/test_packed_attention.py tests/model/test_mlp.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
 	  tests/data tests/hub tests/weights/test_adapters.py tests/stages/test_dpo.py \
 	  tests/test_library_contract.py $(ARGS)
 

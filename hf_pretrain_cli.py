@@ -14,12 +14,13 @@ listed below to the recipe; `hf-pretrain pretrain --help` lists the flags of a r
 # This module stands outside the package, because importing the package takes seconds, and the recipe imports it again.
 
 import argparse
-import ast
 import contextlib
+import difflib
 import itertools
 import logging
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -35,11 +36,11 @@ from typing import NoReturn
 _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
-TOOLS = ("from_scratch", "chat", "serve", "generate", "evaluate", "convert", "tokenizer", "doctor", "compare", "data")
-STAGES = ("pretrain", "sft", "dpo", "reward", "distill", "grpo")
+STAGES = tuple(runpy.run_path(str(_HERE / "hf_pretrain/runtime/stages.py"))["STAGES"])
+TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
+COMMANDS = (*STAGES, *TOOLS, "list", "completion")
 # Recipes that can run as several processes.
 LAUNCHED = (*STAGES, "evaluate")
-PRESETS = tuple(sorted(path.parent.name for path in RECIPES.glob("*/pretrain.yaml") if path.parent.name != "base"))
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
 
@@ -49,9 +50,15 @@ class _Parser(argparse.ArgumentParser):
         fail(message)
 
 
+def say(text: str) -> None:
+    """Print a line on standard error. If nobody can read it, go on."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def fail(message: str) -> NoReturn:
     """Print a line, and exit with the status of a user's mistake."""
-    print(f"error: {message}", file=sys.stderr)
+    say(f"error: {message}")
     raise SystemExit(2)
 
 
@@ -64,22 +71,12 @@ def make_parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--ds",
         choices=DS_CONFIGS,
-        help="A DeepSpeed config of ds_configs/; starts deepspeed. By default zero2 (evaluate: zero3), unless you "
-        "pass --config or --deepspeed.",
+        help="A config of ds_configs/; starts deepspeed. By default zero2 (evaluate: zero3), unless you pass --config "
+        "or --deepspeed.",
     )
-    flags.add_argument(
-        "--accelerate",
-        choices=ACCELERATE_CONFIGS,
-        help="A config of recipes/accelerate_configs/, by default ddp; starts accelerate.",
-    )
-    flags.add_argument(
-        "--master_port", type=int, help="Port of deepspeed and accelerate; by default a free one, as with torchrun."
-    )
-    flags.add_argument(
-        "--preset",
-        choices=("auto", *PRESETS),
-        help="The model and its YAML file; auto is minimind2-small on NVIDIA GPUs, and otherwise tiny.",
-    )
+    starts = "A config of recipes/accelerate_configs/, by default ddp; starts accelerate."
+    flags.add_argument("--accelerate", choices=ACCELERATE_CONFIGS, help=starts)
+    flags.add_argument("--master_port", type=int, help="Port of deepspeed and accelerate; by default a free one.")
     return parser
 
 
@@ -98,6 +95,10 @@ def find_gpus() -> list[str]:
     return list(itertools.takewhile(lambda entry: entry in present or entry.startswith(("GPU-", "MIG-")), entries))
 
 
+def asks_for_help(words: list[str]) -> bool:
+    return not {"-h", "--help", "--help-all"}.isdisjoint(words)
+
+
 def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
     """
     Return the environment variables and the words of the command that starts a recipe.
@@ -107,14 +108,12 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         words (`list[str]`): flags of this command and of the recipe, in any order.
     """
     recipe = _shorten(RECIPES / f"{stage}.py")
-    if stage not in LAUNCHED or not {"-h", "--help", "--help-all"}.isdisjoint(words):
+    if stage not in LAUNCHED or asks_for_help(words):
         return {}, [_shorten(Path(sys.executable)), recipe, *words]
     args, rest = make_parser().parse_known_args(words)
     flags = _read_recipe_flags(rest)
     args.launcher = _choose_launcher(args, flags)
     gpus = [] if flags.use_cpu else find_gpus()
-    if args.preset is not None:
-        rest = [*_preset_config(stage, args.preset, flags, gpus), *rest]
     # lm-eval's tasks, which many evaluations run, need a single process.
     default = 1 if stage == "evaluate" else len(gpus) or 1
     nproc = default if args.nproc is None else args.nproc
@@ -135,13 +134,13 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
 def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     """Return the flags of the recipe that decide how to start it."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    for names in (["--config"], ["--deepspeed"], ["--log_level", "--log-level"]):
-        parser.add_argument(*names)
-    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
-    flags, _ = parser.parse_known_args(words)
+    parser.add_argument("--config")
+    parser.add_argument("--deepspeed")
+    parser.add_argument("--log_level", "--log-level")
     # The recipe reads the same words as false.
-    flags.use_cpu = flags.use_cpu.lower() not in ("no", "false", "f", "n", "0")
-    return flags
+    read = lambda word: word.lower() not in ("no", "false", "f", "n", "0")  # noqa: E731
+    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const=True, default=False, type=read)
+    return parser.parse_known_args(words)[0]
 
 
 def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:
@@ -152,17 +151,6 @@ def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str
     if args.accelerate and launcher != "accelerate":
         fail(f"--accelerate {args.accelerate} has no effect with {launcher}. Leave one of the flags out.")
     return launcher
-
-
-def _preset_config(stage: str, preset: str, flags: argparse.Namespace, gpus: list[str]) -> list[str]:
-    """Return the words that name the YAML file of a preset."""
-    if flags.config is not None:
-        fail("--preset and --config exclude each other: both name a YAML file. Leave one of them out.")
-    if preset == "auto":
-        preset = "minimind2-small" if gpus else "tiny"
-    path = RECIPES / preset / f"{stage}.yaml"
-    # Without a file for evaluation, evaluate the pretrained model of the preset on its validation set.
-    return ["--config", _shorten(path if path.is_file() else path.with_name("pretrain.yaml"))]
 
 
 def _launch_environment(launcher: str, nproc: int, gpus: list[str]) -> dict[str, str]:
@@ -217,8 +205,7 @@ def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], log_level: st
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with socket.create_server(("", 0)) as probe:
         return probe.getsockname()[1]
 
 
@@ -262,7 +249,7 @@ def _run_launcher(command: list[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             advice = "If it is SIGKILL, memory may have run out: `dmesg` shows it."
-            print(f"error: process {rank} was ended by {failure.signal_name()}. {advice}", file=sys.stderr)
+            say(f"error: process {rank} was ended by {failure.signal_name()}. {advice}")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
@@ -270,16 +257,16 @@ def _run_launcher(command: list[str]) -> int:
 
 
 def print_list() -> None:
-    """Print the stages, tools, presets and configs, each with its description."""
+    """Print the stages and tools with their descriptions, and the presets and configs."""
     for title, names in (("Stages", STAGES), ("Tools", TOOLS)):
         print(f"{title}:")
         for name in names:
-            docstring = ast.get_docstring(ast.parse((RECIPES / f"{name}.py").read_text(encoding="utf-8")))
-            print(f"  {name:14}{docstring.splitlines()[0]}")
+            # Below the quotes.
+            print(f"  {name:14}{(RECIPES / f'{name}.py').read_text(encoding='utf-8').splitlines()[1]}")
     print("Presets (--preset):")
-    for name in PRESETS:
-        lines = (RECIPES / name / "pretrain.yaml").read_text(encoding="utf-8").splitlines()
-        print(f"  {name:18}{lines[0].removeprefix('# ')}")
+    for path in sorted(RECIPES.glob("*/pretrain.yaml")):
+        if path.parent.name != "base":
+            print(f"  {path.parent.name:18}{path.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
     print("Data (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file")
@@ -295,7 +282,7 @@ def print_completion(shell: str) -> None:
         fail(f"completion {shell} is unknown; use {', '.join(sorted(shtab.SUPPORTED_SHELLS))}.")
     parser = argparse.ArgumentParser(prog="hf-pretrain")
     commands = parser.add_subparsers()
-    for name in (*STAGES, *TOOLS, "list", "completion"):
+    for name in COMMANDS:
         parents = [make_parser()] if name in LAUNCHED else []
         # A recipe exits here if its extra is not installed. The shell then completes no flags of this recipe.
         with contextlib.suppress(SystemExit):
@@ -304,32 +291,50 @@ def print_completion(shell: str) -> None:
         for action in command._actions:
             if action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(parser, shell))
+    # The recipes have replaced the standard output by one that drops what cannot be written.
+    print(shtab.complete(parser, shell), file=sys.__stdout__, flush=True)
+
+
+def show(stage: str, words: list[str]) -> None:
+    """Print what this command prints itself. A disk that is full gives the status of the recipes for it."""
+    try:
+        if stage in ("help", "-h", "--help"):
+            print(f"{__doc__.strip()}\n")
+            print_list()
+            print(f"\n{make_parser().format_help()}")
+        elif stage == "--version":
+            print(version("hf_pretrain"))
+        elif stage == "list":
+            print_list()
+        elif stage == "completion":
+            print_completion(words[0] if words else "bash")
+        elif stage in LAUNCHED and asks_for_help(words):
+            print(make_parser().format_help())
+        elif stage not in COMMANDS:
+            near = "".join(f"; the nearest one is {name}" for name in difflib.get_close_matches(stage, COMMANDS, n=1))
+            fail(f"{stage} is unknown{near}. Use one of {', '.join(COMMANDS)}.")
+        print(end="", flush=True)
+    except OSError as error:
+        say(f"error: {error}")
+        # At a regular exit, Python would write the rest once more.
+        os._exit(74)
 
 
 def main() -> None:
     stage, *words = sys.argv[1:] or ["help"]
-    if stage in ("help", "-h", "--help"):
-        print(f"{__doc__.strip()}\n\n{make_parser().format_help()}")
-    elif stage == "--version":
-        print(version("hf_pretrain"))
-    elif stage == "list":
-        print_list()
-    elif stage == "completion":
-        print_completion(words[0] if words else "bash")
-    elif stage in STAGES + TOOLS:
-        if stage in LAUNCHED and not {"-h", "--help", "--help-all"}.isdisjoint(words):
-            print(make_parser().format_help(), flush=True)
+    if os.name == "posix" and stage not in STAGES + TOOLS:
+        # Let `| head` end this command without a message.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    show(stage, words)
+    if stage in STAGES + TOOLS:
         environment, command = make_command(stage, words)
         # A shell takes a quoted `NAME=value` for a command, so quote only the value.
         assignments = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
         printed = " ".join([*assignments, shlex.join(command)])
-        print(f"$ {printed}", file=sys.stderr, flush=True)
+        say(f"$ {printed}")
         # The launchers find Python through PATH. The record of the run keeps the command.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         start(command, os.environ | environment | {"PATH": path, "HF_PRETRAIN_COMMAND": printed})
-    else:
-        fail(f"{stage} is unknown. Use one of {', '.join((*STAGES, *TOOLS, 'list', 'completion'))}.")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,10 @@ from benchmarks import programs
 from benchmarks.programs import Setting, wait_for
 from benchmarks.upstream_style import UpstreamStyleModel, UpstreamStyleTrainer, load_checkout, logits_of
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.training_arguments import LMTrainingArguments, complete_learning_rate
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 LOOP = "loop like MiniMind's"
@@ -178,17 +177,17 @@ def ours(setting: RaceSetting, run: Run) -> None:
     model_args, data_args, args = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
     set_seed(args.seed)
     model = load_model(model_args, setting.tokenizer)
-    complete_learning_rate(args, model.config.hidden_size)
-    names = ("optim_preset", "learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "warmup_steps")
-    run.settings = {name: str(getattr(args, name)) for name in names}
-    run.settings["initializer_range"] = str(model.config.initializer_range)
     trainer = MaskedLossTrainer(
         model=model,
         args=args,
-        data_collator=DataCollatorForPackedRows(setting.tokenizer.pad_token_id, max_length=data_args.row_length),
-        train_dataset=data_args.prepare_rows(setting.documents, setting.tokenizer)[0],
+        data_collator=data_args.make_collator(setting.tokenizer),
+        train_dataset=data_args.pack(setting.documents, setting.tokenizer)[0],
         processing_class=setting.tokenizer,
     )
+    # The trainer has settled the learning rate.
+    names = ("optim_preset", "learning_rate", "per_device_train_batch_size", "lr_scheduler_type", "warmup_steps")
+    run.settings = {name: str(getattr(args, name)) for name in names}
+    run.settings["initializer_range"] = str(model.config.initializer_range)
     train(trainer, run)
 
 

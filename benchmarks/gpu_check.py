@@ -31,10 +31,10 @@ from benchmarks import programs
 from benchmarks.bench import NUM_DOCUMENTS, ROOT, SIZES, environment, median_step
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.doctor.machine_checks import BAD
+from hf_pretrain.doctor.step_check import EXPERTS, check_steps, compute_step
 from hf_pretrain.model.presets import PRESETS
-from hf_pretrain.model.step_check import EXPERTS, check_steps, compute_step
 from hf_pretrain.runtime.devices import has_bfloat16_units
-from hf_pretrain.runtime.machine_checks import BAD
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.measurements import flops_per_token, known_peak
 

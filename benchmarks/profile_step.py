@@ -22,7 +22,7 @@ from benchmarks import programs
 from benchmarks.programs import NUM_WARMUP_STEPS, Setting
 from hf_pretrain.model import decoder_layer
 from hf_pretrain.model.decoder_layer import MiniMindAttention, MiniMindRMSNorm
-from hf_pretrain.model.experts import MiniMindExperts, MiniMindMLP, MiniMindTopKRouter
+from hf_pretrain.model.mlp import MiniMindExperts, MiniMindMLP, MiniMindTopKRouter
 from hf_pretrain.model.modeling_minimind import MiniMindLMHead
 
 

@@ -311,7 +311,7 @@ def plot(races: list[Race], path: Path, *, title: str) -> None:
 def make_setting(preset: str, *, seconds: float) -> RaceSetting:
     """Return what all contestants share. The learning rate and the batch size are placeholders."""
     documents, validation = load_documents(["embedded"], validation_fraction=0.01)
-    tokenizer = load_or_train_tokenizer(None, documents, vocab_size=6400)
+    tokenizer = load_or_train_tokenizer(documents, vocab_size=6400)
     places = np.linspace(0, len(validation) - 1, NUM_VALIDATION_DOCUMENTS).astype(int)
     length = MAX_LENGTHS[preset]
     return RaceSetting(

@@ -12,12 +12,12 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from hf_pretrain.runtime.parser import own_fields, recipe_parser
+from hf_pretrain.runtime.stages import STAGES
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-TRAINING = ("pretrain", "sft", "dpo", "reward", "distill", "grpo")
 # A heading in the order in which a project needs them.
-ORDER = ("from_scratch", *TRAINING, "evaluate", "tokenizer", "chat", "generate", "serve", "convert", "doctor")
+ORDER = ("from_scratch", *STAGES, "evaluate", "tokenizer", "chat", "generate", "serve", "convert", "doctor")
 
 
 def _show(value: object) -> str:
@@ -47,7 +47,7 @@ def recipe_flags(recipe: str) -> dict[str, str]:
     flags = {}
     for action in parser._actions:
         # Flags come in two spellings, --max_length and --max-length; the first one is enough to read.
-        name = action.option_strings[0] if action.option_strings else action.dest
+        name = min(action.option_strings, key=len) if action.option_strings else action.dest
         is_ours = action.dest in ours if parser.dataclass_types else action.dest != "help"
         if is_ours and action.help is not argparse.SUPPRESS and not name.startswith("--no_"):
             flags[f"`{name}`"] = _sentences(action)
@@ -62,9 +62,9 @@ class RecipeFlags(SphinxDirective):
         for recipe in found:
             self.env.note_dependency(str(RECIPES / f"{recipe}.py"))
         flags = {recipe: recipe_flags(recipe) for recipe in found}
-        first, *others = (flags[recipe] for recipe in TRAINING)
+        first, *others = (flags[recipe] for recipe in STAGES)
         shared = {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
-        names = ", ".join(f"`{recipe}`" for recipe in TRAINING)
+        names = ", ".join(f"`{recipe}`" for recipe in STAGES)
         parts = [f"## All training recipes\n\n{names} share these flags.", *_definitions(shared)]
         for recipe in [*(name for name in ORDER if name in found), *(name for name in found if name not in ORDER)]:
             parts.append(f"## {recipe}\n\n`recipes/{recipe}.py`")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from hf_pretrain.stages.tools import calculator
+from hf_pretrain.inference.tools import calculator
 
 
 _UNITS = {

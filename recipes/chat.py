@@ -18,11 +18,12 @@ import argparse
 import sys
 from functools import partial
 
-from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser, sampling_options
+from hf_pretrain.inference.terminal_chat import AUTO_PROMPTS, Chat
+from hf_pretrain.inference.tools import offer_tools
+from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.stages.inference import load_for_inference, make_inference_parser, sampling_options
-from hf_pretrain.stages.terminal_chat import AUTO_PROMPTS, Chat
 from hf_pretrain.training.minimind_flags import translate_minimind
 
 
@@ -30,15 +31,16 @@ def main(args: argparse.Namespace) -> None:
     model, tokenizer = load_for_inference(args)
     if args.raw and (args.system or args.tools or args.think is not None):
         raise UserError("--system, --tools and --think have no effect on raw continuation: chat with --no-raw.")
-    settings = {"system": args.system, "tools": args.tools, "enable_thinking": args.think}
+    tools, functions = offer_tools(args.tools)
+    settings = {"system": args.system, "tools": tools, "functions": functions, "enable_thinking": args.think}
     # As in MiniMind, `--auto` asks each question by itself.
-    settings["history"] = 0 if args.auto and args.history is None else args.history
-    chat = Chat(model, tokenizer, is_raw=args.raw, **settings, **sampling_options(args))
+    settings["num_turns"] = 0 if args.auto and args.history is None else args.history
+    chat = Chat(model, tokenizer, sampling_options(args), is_raw=args.raw, **settings)
     title = f"{args.model_name_or_path}{', a base model: it continues your text' if args.raw else ''}"
-    for prompt in AUTO_PROMPTS if args.auto else ():
-        print(f"> {prompt}")
-        chat.ask(prompt)
     if args.auto:
+        for prompt in AUTO_PROMPTS:
+            print(f"> {prompt}")
+            chat.ask(prompt)
         return
     if args.prompt is None:
         print(f"{title}\n/help lists the commands.")
@@ -47,8 +49,8 @@ def main(args: argparse.Namespace) -> None:
     # Standard output holds the answer alone.
     print(title, file=sys.stderr)
     chat.say(args.prompt)
-    chat.respond(partial(print, end="", flush=True))
-    print()
+    chat.respond(partial(print_result, end=""))
+    print_result("")
     print(chat.speed, file=sys.stderr)
 
 
@@ -56,12 +58,8 @@ def make_parser() -> RecipeParser:
     parser = make_inference_parser(__doc__)
     parser.add_argument("--prompt", help="answer or continue this text, and exit")
     parser.add_argument("--auto", action="store_true", help="answer eight questions, and exit")
-    parser.add_argument(
-        "--history",
-        type=int,
-        metavar="N",
-        help="earlier questions that the model still sees; by default all, with --auto none",
-    )
+    sees = "earlier questions that the model still sees; by default all, with --auto none"
+    parser.add_argument("--history", type=int, metavar="N", help=sees)
     parser.add_argument("--system", help="the system message")
     parser.add_argument("--tools", help="calculator, or module.path:NAME of functions, which the chat runs")
     return parser

@@ -34,9 +34,7 @@ def main(args: argparse.Namespace) -> None:
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
-    parser.add_argument(
-        "--output", help="file to write; by default report.html in the run's directory, or comparison.html"
-    )
+    parser.add_argument("--output", help="file to write; by default the run's report.html, or comparison.html")
     return parser
 
 

@@ -32,7 +32,7 @@ from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
-from hf_pretrain.weights.models import parse_fields
+from hf_pretrain.weights.model_arguments import parse_fields
 from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
 
 
@@ -56,24 +56,10 @@ def main(args: argparse.Namespace) -> None:
     if args.push:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
     announce("writing the model")
-    report = export(
-        model,
-        args.to,
-        args.format,
-        tokenizer=tokenizer,
-        dtype=args.dtype,
-        model_name=Path(args.hub_model_id or args.source).name,
-        stage=args.stage or "full_sft",
-    )
-    card = format_conversion_card(
-        model,
-        str(report),
-        repo_id=repo_id,
-        source=args.source,
-        format=args.format,
-        license=args.hub_license,
-        has_tokenizer=tokenizer is not None,
-    )
+    how = {"dtype": args.dtype, "model_name": Path(args.hub_model_id or args.source).name}
+    report = export(model, args.to, args.format, tokenizer=tokenizer, stage=args.stage or "full_sft", **how)
+    facts = {"repo_id": repo_id, "source": args.source, "format": args.format, "license": args.hub_license}
+    card = format_conversion_card(model, str(report), has_tokenizer=tokenizer is not None, **facts)
     Path(args.to, REPOCARD_NAME).write_text(card, encoding="utf-8")
     print(f"{args.to}: {report}")
     if args.push:
@@ -82,27 +68,16 @@ def main(args: argparse.Namespace) -> None:
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
-    parser.add_argument(
-        "--from",
-        dest="source",
-        required=True,
-        help="a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth",
-    )
+    sources = "a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth"
+    parser.add_argument("--from", dest="source", required=True, help=sources)
     parser.add_argument("--to", required=True, help="a new or empty directory")
-    parser.add_argument(
-        "--format",
-        choices=(*EXPORT_FORMATS, "lora"),
-        default="minimind",
-        help="format of the new model; lora: an adapter as a LoRA file of MiniMind",
-    )
+    formats = "format of the new model; lora: an adapter as a LoRA file of MiniMind"
+    parser.add_argument("--format", choices=(*EXPORT_FORMATS, "lora"), default="minimind", help=formats)
     parser.add_argument("--base", help="the base model, if --from is a LoRA file of MiniMind")
     parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
     parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
     parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
-    parser.add_argument(
-        "--stage",
-        help="for upstream and lora: first part of the file name; by default full_sft, or lora",
-    )
+    parser.add_argument("--stage", help="for upstream and lora: start of the file name; by default full_sft, or lora")
     parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
     parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")
     parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")

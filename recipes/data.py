@@ -24,61 +24,48 @@ from collections.abc import Iterable
 
 from hf_pretrain.data.cleaning import NEAR_DUPLICATES, clean_data
 from hf_pretrain.data.inspection import inspect_data
-from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.evaluation.evaluation import expand_tasks
+from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.stages.evaluation import expand_tasks
 
 
 def main(args: argparse.Namespace) -> None:
+    reading = {"text_column": args.text_column, "encoding": args.encoding, "whole_files": args.whole_files}
     if args.action == "inspect":
-        reading = {"text_column": args.text_column, "max_length": args.max_length, "num_shown": args.show}
-        print(inspect_data(args.names, tokenizer_name=args.tokenizer, **reading))
+        how = {"max_length": args.max_length, "num_shown": args.show}
+        print_result(inspect_data(args.names, tokenizer_name=args.tokenizer, **how, **reading))
         return
     questions: Iterable[str] = ()
     if args.held_out_tasks:
         # lm-eval is an extra, and its import is slow.
-        from hf_pretrain.stages.lm_eval_tasks import read_questions
+        from hf_pretrain.evaluation.lm_eval_tasks import read_questions
 
         questions = read_questions(expand_tasks(args.held_out_tasks))
-    counts = clean_data(
-        args.names,
-        args.output,
-        min_chars=args.min_chars,
-        near_duplicates=args.near_duplicates,
-        text_column=args.text_column,
-        held_out=args.held_out,
-        more_held_out=questions,
-    )
+    rules = {"min_chars": args.min_chars, "near_duplicates": args.near_duplicates}
+    rules |= {"held_out": args.held_out or (), "more_held_out": questions}
+    counts = clean_data(args.names, args.output, **rules, **reading)
     print(f"{counts}\nWrote {args.output}, and beside it the list of the dropped records.")
 
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("action", choices=("inspect", "clean"), help="what to do")
-    parser.add_argument(
-        "names", nargs="+", help="embedded[:part], files, globs, directories, or files and datasets on the Hub"
-    )
+    parser.add_argument("names", nargs="+", help="embedded[:part], files, globs, directories, or names on the Hub")
     parser.add_argument("--text_column", default="text", help="column that holds the text")
+    parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
+    parser.add_argument("--whole_files", action="store_true", help="a .txt or .md file is one document")
     look = parser.add_argument_group("inspect")
-    look.add_argument(
-        "--tokenizer", help="directory or Hub id; by default, the command trains a tokenizer on the data"
-    )
+    look.add_argument("--tokenizer", help="directory or Hub id; by default, the command trains one on the data")
     look.add_argument("--max_length", type=int, default=512, help="tokens per packed sequence")
     look.add_argument("--show", type=int, default=20, help="number of records to print")
     rules = parser.add_argument_group("clean")
     rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")
     rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
-    rules.add_argument(
-        "--held_out_tasks",
-        help="evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas",
-    )
+    tasks = "evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas"
+    rules.add_argument("--held_out_tasks", help=tasks)
     rules.add_argument("--min_chars", type=int, default=20, help="least number of characters")
-    rules.add_argument(
-        "--near_duplicates",
-        type=float,
-        default=NEAR_DUPLICATES,
-        help="least similarity (Jaccard index) of near duplicates; 0 keeps them",
-    )
+    near = "least similarity (Jaccard index) of near duplicates; 0 keeps them"
+    rules.add_argument("--near_duplicates", type=float, default=NEAR_DUPLICATES, help=near)
     return parser
 
 

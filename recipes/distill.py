@@ -3,7 +3,7 @@ Distil a teacher into a smaller MiniMind model (https://huggingface.co/papers/15
 
     hf-pretrain distill --teacher_name_or_path out/sft-tiny
     hf-pretrain distill --teacher_name_or_path out/mine --kl reverse --temperature 1 --ce_weight 0
-    torchrun --standalone --nproc_per_node 4 recipes/distill.py --config recipes/minimind2-small/distill.yaml
+    torchrun --standalone --nproc_per_node 4 recipes/distill.py --preset minimind2-small
     deepspeed --include localhost:0,1 recipes/distill.py --deepspeed ds_configs/zero2.json --teacher_name_or_path out/a
 
 The teacher is any causal language model with the same tokenizer. The student starts from random weights, or from
@@ -13,15 +13,16 @@ The teacher is any causal language model with the same tokenizer. The student st
 
 from pathlib import Path
 
+from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer, load_teacher
+from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import begin_run, train_on
+from hf_pretrain.training.run import begin_run, train
 from hf_pretrain.training.training_arguments import DistillationTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments)
@@ -34,9 +35,10 @@ def main(
     data_args: ChatArguments,
     training_args: DistillationTrainingArguments,
 ):
-    checkpoint = begin_run(training_args, model_args, adapter_args, distillation_args, data_args)
+    method = f"distillation from {Path(distillation_args.teacher_name_or_path).name}"
+    run = begin_run("distill", training_args, model_args, adapter_args, distillation_args, data_args, method=method)
     # A student with random weights gets the teacher's tokenizer.
-    tokenizer = model_args.load_tokenizer(checkpoint, other=distillation_args.teacher_name_or_path)
+    tokenizer = model_args.load_tokenizer(run.checkpoint, other=distillation_args.teacher_name_or_path)
     # Load the teacher before preparing the data, so that a different vocabulary is reported at once.
     teacher = load_teacher(distillation_args.teacher_name_or_path, tokenizer, is_packed=data_args.packing != "none")
     # The default vocabulary may be smaller than the teacher's.
@@ -44,18 +46,8 @@ def main(
     rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
-    train_on(
-        rows,
-        model,
-        DistillationTrainer,
-        stage=f"distillation from {Path(distillation_args.teacher_name_or_path).name}",
-        recipe="distill",
-        checkpoint=checkpoint,
-        base_model=model_args.model_name_or_path,
-        training_args=training_args,
-        teacher=teacher,
-        distillation_args=distillation_args,
-    )
+    term = TeacherTerm(teacher, distillation_args, training_args)
+    train(run, rows, model, MaskedLossTrainer, terms=[term])
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ with plain attention on the CPU, and runs two processes on each kind of device. 
 do, and its exit status is 1. To measure the memory of a run, pass `--dry_run` to the recipe that trains.
 """
 
-from hf_pretrain.model.step_check import check_steps
+from hf_pretrain.doctor.machine_checks import print_findings
+from hf_pretrain.doctor.step_check import check_steps
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.machine_checks import print_findings
 from hf_pretrain.runtime.parser import RecipeParser
 
 

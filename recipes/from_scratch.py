@@ -5,8 +5,8 @@ Train a tokenizer, a model and a chat model within a budget of time, on whatever
     hf-pretrain from_scratch --hours 2 --output_dir out/mine
     hf-pretrain from_scratch --hours 8 --pretrain_args "--dataset_name my/*.jsonl" --sft_args "--seed 1"
 
-The recipe measures a few steps, chooses a preset and the steps of pretraining and of fine-tuning, and runs the stages
-as their own commands, which it prints. If it is stopped or killed, the same command goes on. At the end, it writes one
+The recipe measures a step, chooses a preset and the minutes of pretraining and of fine-tuning, and runs the stages as
+their own commands, which it prints. If it is stopped or killed, the same command goes on. At the end, it writes one
 page of all stages, `report.html`, into the output directory.
 """
 
@@ -18,6 +18,7 @@ from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.run_files import REPORT_NAME, read_runs
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.errors import find_program
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import check_output
 from hf_pretrain.stages.from_scratch import CANDIDATES, Budget
@@ -27,17 +28,17 @@ def main(args: argparse.Namespace) -> None:
     check_output(args.output_dir, "--output_dir")
     budget = Budget(Path(args.output_dir), 60 * args.minutes if args.hours is None else 3600 * args.hours)
     flags = shlex.split(args.pretrain_args)
-    if budget.plan["preset"] is None:
-        budget.plan_pretraining((args.preset,) if args.preset else CANDIDATES, flags)
+    if budget.plan["pace"] is None:
+        budget.choose_preset((args.preset,) if args.preset else CANDIDATES, flags)
     base = budget.train("pretrain", *flags)
-    flags = ["--model_name_or_path", str(base), "--train_fraction", "1", *shlex.split(args.sft_args)]
+    flags = ["--model_name_or_path", str(base), *shlex.split(args.sft_args)]
     chat = budget.train("sft", *flags)
 
     runs, _ = read_runs([base, chat])
     path, notes = Path(args.output_dir, REPORT_NAME), budget.describe(runs)
     write_page(runs, path, title=f"From scratch: {args.output_dir}", notes=notes)
     print("\n".join(["", *notes, f"Wrote {path}. Open it in a browser. This command chats with your model:"]))
-    print(shlex.join(["hf-pretrain", "chat", "--model_name_or_path", str(chat)]))
+    print(shlex.join([find_program("hf-pretrain"), "chat", "--model_name_or_path", str(chat)]))
 
 
 def make_parser() -> RecipeParser:

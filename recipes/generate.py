@@ -13,17 +13,17 @@ model continues the text of `prompt`; `--raw` and `--no-raw` choose.
 import argparse
 from pathlib import Path
 
+from hf_pretrain.inference.batch_answers import read_prompts, write_answers
+from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser, sampling_options
+from hf_pretrain.inference.terminal_chat import settle_sampling
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.stages.batch_answers import read_prompts, write_answers
-from hf_pretrain.stages.inference import load_for_inference, make_inference_parser, sampling_options
-from hf_pretrain.stages.terminal_chat import settle_sampling
 
 
 def main(args: argparse.Namespace) -> None:
     model, tokenizer = load_for_inference(args)
     room = model.config.max_position_embeddings - args.max_new_tokens
-    how = {"is_raw": args.raw, "enable_thinking": args.think, "max_tokens": room}
+    how = {"encoding": args.encoding, "is_raw": args.raw, "enable_thinking": args.think, "max_tokens": room}
     prompts = read_prompts(Path(args.input), tokenizer, **how)
     sampling = settle_sampling(tokenizer, **sampling_options(args))
     options = {"batch_size": args.batch_size, "seed": args.seed}
@@ -34,6 +34,7 @@ def main(args: argparse.Namespace) -> None:
 def make_parser() -> RecipeParser:
     parser = make_inference_parser(__doc__)
     parser.add_argument("--input", required=True, help="file of prompts: .jsonl, .json, .csv or .parquet")
+    parser.add_argument("--encoding", default="utf-8", help="encoding of the input, e.g. gb18030")
     parser.add_argument("--output", required=True, help="JSONL file to write or to complete")
     parser.add_argument("--batch_size", type=int, default=16, help="prompts at once")
     return parser

@@ -4,7 +4,7 @@ Train a reward model on preferences, with TRL's RewardTrainer.
     hf-pretrain reward --preset tiny --model_name_or_path out/sft-tiny
     hf-pretrain reward --model_name_or_path me/chat --dataset_name my/pairs.jsonl --output_dir out/judge
     hf-pretrain grpo --model_name_or_path out/sft-tiny --dataset_name rlaif.jsonl --rewards out/reward-tiny
-    torchrun --standalone --nproc_per_node 4 recipes/reward.py --config recipes/minimind3/reward.yaml
+    torchrun --standalone --nproc_per_node 4 recipes/reward.py --preset minimind3
 
 The data are those of `recipes/dpo.py`. The result is a sequence classifier with one label, whose score rates a whole
 conversation. The flags of `TrainingArguments` and of TRL's `RewardConfig` work, except those that docs/launching.md
@@ -18,8 +18,8 @@ from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import begin_run, train_on
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.training.run import begin_run, train
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 # TRL is optional. If it is missing, one line tells the user how to install it.
@@ -31,23 +31,14 @@ ARGUMENTS = (ModelArguments, SourceArguments, RewardTrainingArguments)
 
 
 def main(model_args: ModelArguments, data_args: SourceArguments, training_args: RewardTrainingArguments):
-    checkpoint = begin_run(training_args, model_args, data_args)
-    tokenizer = model_args.load_tokenizer(checkpoint)
+    # The loss of a pair is not comparable with a cross-entropy in nats per token.
+    how = {"method": "training of a reward model", "loss_unit": "per pair"}
+    run = begin_run("reward", training_args, model_args, data_args, **how)
+    tokenizer = model_args.load_tokenizer(run.checkpoint)
     pairs = load_rows(data_args, training_args, tokenizer, prepare=partial(prepare_pairs, are_whole=True))
     # A reward model answers no questions.
     pairs.conversations = None
-    train_on(
-        pairs,
-        make_reward_model(load_model(model_args, tokenizer)),
-        MiniMindRewardTrainer,
-        stage="training of a reward model",
-        recipe="reward",
-        checkpoint=checkpoint,
-        base_model=model_args.model_name_or_path,
-        training_args=training_args,
-        # The loss of a pair is not comparable with a cross-entropy in nats per token.
-        loss_unit="per pair",
-    )
+    train(run, pairs, make_reward_model(load_model(model_args, tokenizer)), MiniMindRewardTrainer)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ can use the server:
 
 Requests may name any model: the served one answers. If the tokenizer has a response template, as our tokenizers do,
 answers contain `reasoning_content` and `tool_calls`. `open_thinking` in a request switches the reasoning, and the
-server passes `chat_template_kwargs` to the chat template. It has no authentication. It refuses requests from web pages
-of other origins, and for more tokens than the model has positions.
+server refuses fields that it cannot honour. It has no authentication. It refuses requests from web pages of other
+origins, under host names other than localhost, `--host` and `--allowed_hosts`, and for more tokens than the model has
+positions.
 """
 
 import argparse
@@ -36,9 +37,9 @@ from hf_pretrain.training.minimind_flags import translate_minimind
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.stages.inference import THINK, add_model_flags
-    from hf_pretrain.stages.serving import check_ports, serve_model, stop_servers
-    from hf_pretrain.stages.tools import read_tools
+    from hf_pretrain.inference.inference_arguments import THINK, add_model_flags
+    from hf_pretrain.inference.serving import check_ports, serve_model, stop_servers, wait_for_server
+    from hf_pretrain.inference.tools import offer_tools
 
 
 def main(args: argparse.Namespace) -> None:
@@ -47,8 +48,8 @@ def main(args: argparse.Namespace) -> None:
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
     if args.web:
-        from hf_pretrain.stages.chat_page import Endpoint, open_page
-    tools = read_tools(args.tools)
+        from hf_pretrain.inference.chat_page import Endpoint, open_page
+    tools = offer_tools(args.tools)
 
     names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
     ports = range(args.port, args.port + len(names))
@@ -58,33 +59,26 @@ def main(args: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(name)
         if args.web:
             check_chat_template(tokenizer)
-    thinking = THINK[args.think]
-    servers = [
-        serve_model(
-            name,
-            host=args.host,
-            port=number,
-            # The chat page runs beside its servers.
-            non_blocking=args.web,
-            device="cpu" if args.use_cpu else "auto",
-            dtype=args.dtype,
-            chat_template_kwargs=json.dumps(thinking_variables(thinking)),
-            default_seed=args.seed,
-            rope_scaling=args.inference_rope_scaling,
-        )
-        for name, number in zip(names, ports, strict=True)
-    ]
+    thinking, hosts = THINK[args.think], [args.host, *args.allowed_hosts]
+    options = {"host": args.host, "hosts": hosts, "device": "cpu" if args.use_cpu else "auto", "dtype": args.dtype}
+    options |= {"default_seed": args.seed, "rope_scaling": args.inference_rope_scaling}
+    options |= {"chat_template_kwargs": json.dumps(thinking_variables(thinking))}
+    servers = [serve_model(name, port=number, **options) for name, number in zip(names, ports, strict=True)]
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        open_page(endpoints, host=args.host, port=args.web_port, thinking=thinking is not False, tools=tools)
+        where = {"host": args.host, "port": args.web_port, "hosts": hosts}
+        open_page(endpoints, **where, thinking=thinking is not False, tools=tools)
         stop_servers(servers)
+    else:
+        wait_for_server()
 
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     add_model_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
+    parser.add_argument("--allowed_hosts", nargs="+", default=[], metavar="NAME", help="more names of this machine")
     parser.add_argument("--port", type=int, metavar="N", default=8000, help="TCP port")
     parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
     parser.add_argument("--web_port", type=int, metavar="N", default=7860, help="TCP port of the chat page")

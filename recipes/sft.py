@@ -5,8 +5,8 @@ Fine-tune a MiniMind model on conversations, with the loss on the assistant's me
     hf-pretrain sft --model_name_or_path me/mine --dataset_name my/chats.jsonl embedded --output_dir out/chat
     hf-pretrain sft --model_name_or_path out/pretrain-tiny --preview 3
     hf-pretrain sft --model_name_or_path out/sft-tiny --use_peft --dataset_name my/chats.jsonl --output_dir out/a
-    torchrun --standalone --nproc_per_node 4 recipes/sft.py --config recipes/minimind3/sft.yaml
-    deepspeed --include localhost:0,1 recipes/sft.py --config recipes/tiny/sft.yaml --deepspeed ds_configs/zero2.json
+    torchrun --standalone --nproc_per_node 4 recipes/sft.py --preset minimind3
+    deepspeed --include localhost:0,1 recipes/sft.py --preset tiny --deepspeed ds_configs/zero2.json
 
 The fields of a record determine its format: `conversations` (MiniMind, ShareGPT), `messages`, `prompt` with
 `completion`, or `instruction` with `output`. The flags of `TrainingArguments` work, except those that
@@ -16,17 +16,20 @@ docs/launching.md lists; `--help-all` prints all flags.
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
-from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.stages.eval_tasks import EvalTaskArguments, task_callbacks
-from hf_pretrain.training.end_report import format_preview
+from hf_pretrain.evaluation.eval_questions import EvalQuestionArguments
+from hf_pretrain.evaluation.eval_tasks import EvalTaskArguments, task_callbacks
+from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import begin_run, train_on
+from hf_pretrain.training.run import begin_run, train
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
-ARGUMENTS = (ModelArguments, AdapterArguments, ChatArguments, EvalTaskArguments, SFTTrainingArguments)
+ARGUMENTS = (
+    *(ModelArguments, AdapterArguments, ChatArguments, EvalTaskArguments, EvalQuestionArguments),
+    SFTTrainingArguments,
+)
 
 
 def main(
@@ -34,30 +37,29 @@ def main(
     adapter_args: AdapterArguments,
     data_args: ChatArguments,
     task_args: EvalTaskArguments,
+    question_args: EvalQuestionArguments,
     training_args: SFTTrainingArguments,
 ):
-    # A preview trains nothing, so it must not touch the output directory.
-    checkpoint = (
-        None if data_args.preview else begin_run(training_args, model_args, adapter_args, data_args, task_args)
-    )
-    tokenizer = model_args.load_tokenizer(checkpoint)
-    rows = load_rows(data_args, training_args, tokenizer, keep_rejected=not data_args.preview)
     if data_args.preview:
-        print(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
+        from hf_pretrain.data.inspection import format_preview
+
+        # A preview trains nothing, so it must not touch the output directory.
+        tokenizer = model_args.load_tokenizer()
+        rows = load_rows(data_args, training_args, tokenizer, keep_rejected=False)
+        print_result(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
         return
+    method = "fine-tuning on conversations"
+    run = begin_run("sft", training_args, model_args, adapter_args, data_args, task_args, question_args, method=method)
+    tokenizer = model_args.load_tokenizer(run.checkpoint)
+    rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
-    train_on(
-        rows,
-        model,
-        MaskedLossTrainer,
-        stage="fine-tuning on conversations",
-        recipe="sft",
-        checkpoint=checkpoint,
-        base_model=model_args.model_name_or_path,
-        training_args=training_args,
-        callbacks=task_callbacks(task_args, training_args, rows),
-    )
+    run.callbacks += task_callbacks(task_args, training_args, rows)
+    questions = question_args.callbacks(tokenizer)
+    run.callbacks += questions
+    train(run, rows, model, MaskedLossTrainer)
+    if questions and training_args.process_index == 0:
+        print_result(questions[0].format_table())
 
 
 if __name__ == "__main__":

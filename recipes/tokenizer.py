@@ -8,50 +8,24 @@ bytes per token on the validation set. With more bytes per token, the same text 
 tokenizer, run `hf upload me/mine out/tokenizer`.
 """
 
-from dataclasses import dataclass, field
+import argparse
 from pathlib import Path
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, written_whole
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import save_tokenizer
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
-from hf_pretrain.training.parsing import parse_args
 
 
-@dataclass
-class TokenizerArguments:
-    """The documents, the size of the vocabulary, and the directory of the tokenizer."""
-
-    dataset_name: list[str] = field(
-        default_factory=lambda: ["embedded"],
-        metadata={"help": "One or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision."},
-    )
-    text_column: str = field(default="text", metadata={"help": "Key or column that holds the text."})
-    vocab_size: int = field(default=6400, metadata={"help": "Entries in total, special tokens included."})
-    output_dir: str = field(default="out/tokenizer", metadata={"help": "Directory of the tokenizer."})
-    streaming: bool = field(default=False, metadata={"help": "Train on the first documents of a stream."})
-    validation_fraction: float = field(
-        default=0.01, metadata={"help": "Share of the documents in the validation set."}
-    )
-    max_rejected_ratio: float = field(default=0.01, metadata={"help": "Largest share of bad lines."})
-
-
-ARGUMENTS = (TokenizerArguments,)
-
-
-def main(args: TokenizerArguments) -> None:
+def main(args: argparse.Namespace) -> None:
     check_empty(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
-    train, validation = load_documents(
-        args.dataset_name,
-        text_column=args.text_column,
-        streaming=args.streaming,
-        validation_fraction=args.validation_fraction,
-        max_rejected_ratio=args.max_rejected_ratio,
-    )
-    tokenizer = load_or_train_tokenizer(None, train, vocab_size=args.vocab_size)
+    names = ("text_column", "encoding", "streaming", "validation_fraction", "max_rejected_ratio")
+    train, validation = load_documents(args.dataset_name, **{name: vars(args)[name] for name in names})
+    tokenizer = load_or_train_tokenizer(train, vocab_size=args.vocab_size)
     with written_whole(output_dir, lock=LOCK_NAME) as scratch:
         # Another process may have written here since the first check.
         check_empty(output_dir, "--output_dir")
@@ -67,6 +41,20 @@ def main(args: TokenizerArguments) -> None:
         print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} validation documents")
 
 
+def make_parser() -> RecipeParser:
+    parser = RecipeParser(description=__doc__)
+    sources = "one or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision"
+    parser.add_argument("--dataset_name", nargs="+", default=["embedded"], help=sources)
+    parser.add_argument("--text_column", default="text", help="key or column that holds the text")
+    parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
+    parser.add_argument("--vocab_size", type=int, default=6400, help="entries in total, special tokens included")
+    parser.add_argument("--output_dir", default="out/tokenizer", help="directory of the tokenizer")
+    parser.add_argument("--streaming", action="store_true", help="train on the first documents of a stream")
+    parser.add_argument("--validation_fraction", type=float, default=0.01, help="share of the documents to measure on")
+    parser.add_argument("--max_rejected_ratio", type=float, default=0.01, help="largest share of bad lines")
+    return parser
+
+
 if __name__ == "__main__":
     with one_line_errors():
-        main(*parse_args(*ARGUMENTS))
+        main(make_parser().parse_args())

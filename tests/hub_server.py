@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,14 +22,13 @@ from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+from huggingface_hub import constants
 
 
 USER = "user"
 TOKEN = "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"
 LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".png"}
-LFS_SIZE = 10_000_000
 DATE = "2024-01-01T00:00:00.000Z"
-GITATTRIBUTES = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in sorted(LFS_SUFFIXES)).encode()
 
 
 class Request(NamedTuple):
@@ -60,7 +60,7 @@ class HubError(Exception):
 
 
 def is_lfs(path: str, size: int) -> bool:
-    return size > 0 and (size > LFS_SIZE or PurePosixPath(path).suffix in LFS_SUFFIXES)
+    return size > 0 and PurePosixPath(path).suffix in LFS_SUFFIXES
 
 
 def git_oid(kind: str, content: bytes) -> str:
@@ -69,12 +69,11 @@ def git_oid(kind: str, content: bytes) -> str:
 
 def describe_file(path: str, content: bytes) -> dict[str, Any]:
     """Return the entry of a file in a tree."""
-    if not is_lfs(path, len(content)):
-        return {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", content)}
-    sha256 = hashlib.sha256(content).hexdigest()
-    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
-    lfs = {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": len(pointer)}
-    return {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", pointer), "lfs": lfs}
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": git_oid("blob", content)}
+    if is_lfs(path, len(content)):
+        sha256 = hashlib.sha256(content).hexdigest()
+        entry["lfs"] = {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": 134}
+    return entry
 
 
 def describe_tree(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
@@ -87,16 +86,14 @@ def describe_tree(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
 
 
 def decoded_texts(value: Any) -> Iterator[bytes]:
+    """Yield the texts at any depth, as they are and without base64."""
     if isinstance(value, str):
         yield value.encode()
-    elif isinstance(value, list):
-        for item in value:
+        with suppress(ValueError):
+            yield base64.b64decode(value, validate=True)
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from decoded_texts(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from decoded_texts(item)
-            if key == "sample" or (key == "content" and value.get("encoding") == "base64"):
-                yield base64.b64decode(item)
 
 
 @dataclass
@@ -190,9 +187,9 @@ class _Server(ThreadingHTTPServer):
 
 
 @cache
-def _server(address: str) -> _Server:
+def _server() -> _Server:
     """Return the server of this process. Its port stays, so that `tests/warm.py` can fork the clients of all tests."""
-    server = _Server((address, 0), _Handler)
+    server = _Server(("127.0.0.1", 0), _Handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
 
@@ -212,9 +209,7 @@ class HubServer:
     Other processes need the variables of [`client_environment`]. There are no branches or pull requests, and clients
     upload LFS objects in one part. One server at a time serves.
 
-    Args:
-        token (`str`): The only valid token. Its owner, `user`, may write to every repo.
-        address (`str`): The address to listen at.
+    `TOKEN` is the only valid token. Its owner, `user`, may write to every repo.
 
     Attributes:
         endpoint (`str`): The URL to set as `HF_ENDPOINT`.
@@ -226,15 +221,14 @@ class HubServer:
         preupload_seconds (`float`): Delay before a commit begins, as on a slow line.
     """
 
-    def __init__(self, token: str = TOKEN, address: str = "127.0.0.1"):
-        self.token = token
-        self._server = _server(address)
+    def __init__(self):
+        self._server = _server()
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
         self.fail: Callable[[str, str], int | None] | None = None
         self.preupload_seconds = 0.0
         self._lock = threading.Lock()
-        self.endpoint = f"http://{address}:{self._server.server_port}"
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self.client_home = _home()
 
     def __enter__(self) -> "HubServer":
@@ -250,7 +244,7 @@ class HubServer:
         """Return the environment of a machine that is logged in. Its caches are empty when the server begins."""
         return {
             **{"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
-            **{"HF_HOME": self.client_home, "HF_TOKEN": self.token},
+            **{"HF_HOME": self.client_home, "HF_TOKEN": TOKEN},
         }
 
     def bytes_received(self) -> bytes:
@@ -272,7 +266,7 @@ class HubServer:
             if self.fail is not None and (status := self.fail(request.method, request.path)) is not None:
                 # Without this header, the client sleeps longer and longer between its attempts.
                 raise HubError(status, "Told to fail", **{"Retry-After": "0"})
-            if request.headers.get("authorization") not in (None, f"Bearer {self.token}"):
+            if request.headers.get("authorization") not in (None, f"Bearer {TOKEN}"):
                 raise HubError(401, "Invalid credentials in Authorization header")
             path = unquote(urlsplit(request.path).path)
             # Datasets and models share one namespace here.
@@ -307,11 +301,8 @@ class HubServer:
 
     @route("POST /api/validate-yaml")
     def _validate_yaml(self, request: Request) -> Any:
-        header = re.match(r"---\r?\n(.*?)\r?\n---", json.loads(request.body)["content"], re.DOTALL)
-        try:
-            yaml.safe_load(header[1] if header else "")
-        except yaml.YAMLError as error:
-            return json_response({"errors": [{"message": str(error)}], "warnings": []}, 400)
+        # An error ends the connection.
+        yaml.safe_load(json.loads(request.body)["content"].split("\n---")[0])
         return {"errors": [], "warnings": []}
 
     @route("POST /api/repos/create")
@@ -324,7 +315,7 @@ class HubServer:
             message = "You already created this model repo"
             return json_response(answer | {"error": message}, 409, {"X-Error-Message": message})
         self.repos[repo_id] = Repo(private=payload.get("visibility") == "private")
-        self.repos[repo_id].commit("initial commit", {".gitattributes": GITATTRIBUTES})
+        self.repos[repo_id].commit("initial commit", {".gitattributes": b"*.bin filter=lfs"})
         return answer
 
     @route("POST /api/models/{repo}/preupload/{rev}")
@@ -332,14 +323,11 @@ class HubServer:
         time.sleep(self.preupload_seconds)
         _, files = self._open(request, repo_id, write=True).resolve(revision)
         payload = json.loads(request.body)
+        known = {path: describe_file(path, content) for path, content in files.items()}
         answers = []
-        for file in payload["files"]:
-            path = file["path"]
-            answer = {"path": path, "uploadMode": "lfs" if is_lfs(path, file["size"]) else "regular"}
-            if path in files:
-                entry = describe_file(path, files[path])
-                answer["oid"] = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
-            answers.append(answer | {"shouldIgnore": False})
+        for path, size in ((file["path"], file["size"]) for file in payload["files"]):
+            answer = {"path": path, "uploadMode": "lfs" if is_lfs(path, size) else "regular", "shouldIgnore": False}
+            answers.append(answer | ({"oid": known[path].get("lfs", known[path])["oid"]} if path in known else {}))
         return {"files": answers}
 
     @route("POST /{repo}.git/info/lfs/objects/batch")
@@ -401,21 +389,6 @@ class HubServer:
         tree = describe_tree(self._open(request, repo_id).resolve(revision)[1])
         return [tree[path] for path in parse_qs(request.body.decode()).get("paths", []) if path in tree]
 
-    @route("GET /api/models/{repo}/refs")
-    def _refs(self, request: Request, repo_id: str) -> dict[str, Any]:
-        branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": self._open(request, repo_id).sha}
-        return {"branches": [branch], "converts": [], "tags": [], "pullRequests": []}
-
-    @route("GET /api/models/{repo}/commits/{rev}")
-    def _commits(self, request: Request, repo_id: str, revision: str) -> list[dict[str, Any]]:
-        repo = self._open(request, repo_id)
-        end = list(repo.snapshots).index(repo.resolve(revision)[0]) + 1
-        common = {"date": DATE, "authors": [{"user": USER}]}
-        return [
-            {"id": sha, "title": message.partition("\n")[0], "message": message.partition("\n\n")[2], **common}
-            for sha, message in reversed(repo.commits[:end])
-        ]
-
     @route("(GET|HEAD) /{repo}/resolve/{rev}/{path}")
     def _resolve(self, request: Request, repo_id: str, revision: str, path: str) -> Response:
         sha, files = self._open(request, repo_id).resolve(revision)
@@ -431,3 +404,13 @@ class HubServer:
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             return Response(content[start : end + 1], 206, headers)
         return Response(content, 200, headers)
+
+
+def connect(monkeypatch: Any, endpoint: str, cache: str | None = None) -> None:
+    """Let this process use the Hub at an address, and a cache of its own."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    if cache is not None:
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)

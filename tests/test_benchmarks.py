@@ -22,6 +22,7 @@ from benchmarks import (
     programs,
     race,
     race_settings,
+    scaling,
 )
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model import packed_attention
@@ -51,20 +52,20 @@ def make_race_setting(tmp_path, **fields) -> contestants.RaceSetting:
 
 
 def test_all_programs_compute_in_the_same_precision(tmp_path):
-    setting = make_setting(tmp_path, bf16=True)
-    for build in (programs.ours, programs.bare_loop, programs.upstream_style, programs.stock_trainer):
-        run, found = build(setting), set()
+    setting, found = make_setting(tmp_path, bf16=True), set()
 
-        def note(module, inputs, output, found=found):
-            if isinstance(module, torch.nn.Linear) and module.out_features == setting.config.hidden_size:
-                found.add(output.dtype)
+    def note(module, inputs, output):
+        # The logits may be float32.
+        if isinstance(module, torch.nn.Linear) and module.out_features == setting.config.hidden_size:
+            found.add(output.dtype)
 
-        hook = register_module_forward_hook(note)
-        try:
-            run(1)
-        finally:
-            hook.remove()
-        assert found == {torch.bfloat16}, build.__name__
+    hook = register_module_forward_hook(note)
+    try:
+        for build in (programs.ours, programs.bare_loop, programs.upstream_style, programs.stock_trainer):
+            build(setting)(1)
+    finally:
+        hook.remove()
+    assert found == {torch.bfloat16}
 
 
 def test_no_program_is_faster_than_the_limit(tmp_path, monkeypatch):
@@ -117,15 +118,13 @@ def test_the_validation_loss_is_the_mean_over_documents_that_stand_alone(tmp_pat
     setting = make_race_setting(tmp_path)
     torch.manual_seed(0)
     model = MiniMindForCausalLM(setting.config).eval()
-    losses = []
-    for ids in map(torch.tensor, setting.validation):
-        with torch.no_grad():
-            losses.append(F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none"))
-    found = contestants.validation_loss(
-        lambda ids: model(ids).logits, setting.validation, device=torch.device("cpu"), bf16=False, batch_size=3
-    )
+    documents = [torch.tensor(ids) for ids in setting.validation]
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none") for ids in documents]
+    how = {"device": torch.device("cpu"), "bf16": False, "batch_size": 3}
+    found = contestants.validation_loss(lambda ids: model(ids).logits, setting.validation, **how)
     # Documents of different lengths, so that padding and the order of the batches matter.
-    assert len({len(ids) for ids in setting.validation}) > 1
+    assert len(set(map(len, documents))) > 1
     assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
@@ -142,10 +141,8 @@ def test_each_contestant_learns(tmp_path, name):
 # A checkout of MiniMind of 2026, as far as the race reads it.
 CHECKOUT = {
     "model/model_minimind.py": """
+from types import SimpleNamespace as MiniMindConfig
 from torch import nn
-class MiniMindConfig:
-    def __init__(self, hidden_size, num_hidden_layers, vocab_size, **kwargs):
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
 class MiniMindForCausalLM(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -155,26 +152,19 @@ class MiniMindForCausalLM(nn.Module):
 """,
     "dataset/lm_dataset.py": """
 import json, torch
-class PretrainDataset:
-    def __init__(self, path, tokenizer, max_length):
-        self.texts = [json.loads(line)["text"] for line in open(path)]
-        self.tokenizer, self.max_length = tokenizer, max_length
-    def __len__(self):
-        return len(self.texts)
-    def __getitem__(self, index):
-        text = self.tokenizer.bos_token + self.texts[index] + self.tokenizer.eos_token
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids[: self.max_length]
-        ids = torch.tensor(ids + [self.tokenizer.pad_token_id] * (self.max_length - len(ids)))
-        return ids, ids.clone()
+def PretrainDataset(path, tokenizer, max_length):
+    texts = [tokenizer.bos_token + json.loads(line)["text"] + tokenizer.eos_token for line in open(path)]
+    how = {"add_special_tokens": False, "padding": "max_length", "truncation": True, "return_tensors": "pt"}
+    ids = tokenizer(texts, max_length=max_length, **how).input_ids
+    return [(row, row.clone()) for row in ids]
 """,
 }
 
 
 def test_a_checkout_of_minimind_trains(tmp_path, monkeypatch):
     for name, text in CHECKOUT.items():
-        path = tmp_path / "minimind" / name
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
+        (tmp_path / "minimind" / name).parent.mkdir(parents=True)
+        (tmp_path / "minimind" / name).write_text(text)
     monkeypatch.setattr(sys, "path", sys.path[:])
     setting = make_race_setting(tmp_path, upstream=tmp_path / "minimind", num_steps=20, batch_size=4)
     run = contestants.Run(setting, threading.Barrier(1), num_steps=20, num_validations=2)
@@ -211,8 +201,6 @@ def test_all_programs_prepare_the_same_text(tmp_path, monkeypatch):
 
 
 def test_the_table_of_several_machines_is_what_the_script_prints(monkeypatch, capsys):
-    from benchmarks import scaling
-
     # Worked out by hand: 2e8 / 2^4.7619, and the terms of Daly's interval for a minute per save and a failure per day.
     assert scaling.critical_batch_tokens(2.0) == pytest.approx(7.3715e6, rel=1e-4)
     assert scaling.checkpoint_interval(60, 86_400) == pytest.approx(3_180.1, rel=1e-4)

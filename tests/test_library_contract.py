@@ -1,11 +1,17 @@
-"""The private names of libraries that this package uses stand in docs/architecture.md, and still mean the same."""
+"""
+The private names of libraries that this package uses, and the public ones that it replaces, stand in
+docs/architecture.md. The private ones still mean the same.
+"""
 
 import ast
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from transformers import Trainer
@@ -14,13 +20,14 @@ import hf_pretrain
 
 
 ROOT = Path(__file__).parents[1]
-TABLE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Private names of other")[2]
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+TABLE, _, REPLACED = PAGE.partition("## Private names of other")[2].partition("## Public names")
 # `os._exit`, what authors of models set in every class of transformers, and what Python's and torch's metaclasses add.
 DOCUMENTED = {
     *("_exit", "_init_weights", "_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save"),
     *("_can_record_outputs", "_can_compile_fullgraph", "_skip_keys_device_placement", "_supports_attention_backend"),
     *("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa", "_fsdp_plan", "_tp_plan"),
-    *("_abc_impl", "_backward_cls"),
+    *("_abc_impl", "_backward_cls", "_is_protocol"),
 }
 # The arguments that our code passes by position or by name.
 SIGNATURES = {
@@ -50,10 +57,16 @@ def is_private(name: str) -> bool:
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the code of the package, the recipes and the command."""
+    paths = [*ROOT.glob("hf_pretrain/**/*.py"), *ROOT.glob("recipes/*.py"), ROOT / "hf_pretrain_cli.py"]
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def used_names() -> dict[str, str]:
     """Return the private attributes and imports that the package uses and does not define, each with a place."""
-    paths = [*ROOT.glob("hf_pretrain/**/*.py"), *ROOT.glob("recipes/*.py"), ROOT / "hf_pretrain_cli.py"]
-    nodes = [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
     own = set()
     for _, node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -86,6 +99,37 @@ def overridden_names() -> dict[str, str]:
                 written = {*vars(base), *re.findall(r"\bself\.(_[a-z]\w*)", inspect.getsource(base))}
                 found |= {name: f"{base.__module__}.{base.__name__}" for name in filter(is_private, written & theirs)}
     return found
+
+
+def replaced_names() -> dict[str, str]:
+    """
+    Return the public names of libraries to which the package assigns, each with a place: what it puts into a module or
+    class that it imports, in the place of a method of such a class, and where it assigns a lambda.
+    """
+    found = {}
+    for info in pkgutil.walk_packages(hf_pretrain.__path__, "hf_pretrain."):
+        module = importlib.import_module(info.name)
+        parts = {name: value for name, value in vars(module).items() if isinstance(value, type | ModuleType)}
+        origins = {name: getattr(value, "__module__", value.__name__).split(".")[0] for name, value in parts.items()}
+        imported = [name for name in parts if origins[name] not in {"hf_pretrain", *sys.stdlib_module_names}]
+        bases = [base for name in imported if isinstance(parts[name], type) for base in parts[name].__mro__[:-1]]
+        methods = {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)}
+        for node in (node for node in ast.walk(trees()[Path(module.__file__)]) if isinstance(node, ast.Assign)):
+            for target in (target for target in node.targets if isinstance(target, ast.Attribute)):
+                owner = ast.unparse(target.value)
+                is_within = owner.partition(".")[0] in imported and not isinstance(node.value, ast.Constant)
+                is_method = target.attr in methods and owner != "self"
+                if is_within or is_method or isinstance(node.value, ast.Lambda):
+                    found[target.attr] = f"{module.__name__}:{node.lineno}"
+    return found
+
+
+def test_every_public_name_of_a_library_that_is_replaced_stands_in_the_table():
+    cells = (line.split("|")[1] for line in REPLACED.partition("\n## ")[0].splitlines() if line.startswith("| "))
+    listed = {names[-1] for cell in cells if (names := re.findall(r"`(?:\w+\.)*(\w+)`", cell))}
+    found = replaced_names()
+    assert {name: place for name, place in found.items() if name not in listed} == {}
+    assert listed - found.keys() == set(), "The table lists names that nothing replaces."
 
 
 def test_every_private_name_of_a_library_stands_in_the_table():

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
@@ -13,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hf_pretrain.hub.model_card import format_conversion_card
-from tests.invariants.launching import ROOT
+from tests.invariants.launching import ROOT, make_output
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -35,8 +34,10 @@ def test_github_runs_the_ci_script_and_as_root_the_tests_that_need_root():
 def test_macos_and_windows_run_the_quick_tests():
     (job,) = yaml.safe_load((ROOT / ".github/workflows/systems.yml").read_text())["jobs"].values()
     (github,) = [step["run"] for step in job["steps"] if "pytest" in step.get("run", "")]
-    make = subprocess.run(["make", "-n", "test-quick"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert make.rpartition("-m pytest ")[2].split() == github.partition("-m pytest ")[2].split()
+    assert (
+        make_output("-n", "test-quick").rpartition("-m pytest ")[2].split()
+        == github.partition("-m pytest ")[2].split()
+    )
 
 
 def test_every_device_says_how_it_is_proven():
@@ -59,17 +60,11 @@ def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):
 
 
 def test_make_tests_the_lower_bounds_together():
-    bounds = [
-        *PROJECT["dependencies"],
-        *PROJECT["optional-dependencies"]["trl"],
-        *PROJECT["optional-dependencies"]["peft"],
-    ]
+    extras = PROJECT["optional-dependencies"]
+    bounds = [*PROJECT["dependencies"], *extras["trl"], *extras["peft"]]
     pattern = r"(transformers|datasets|accelerate|trl|peft)>=([\d.]+),<"
     lowest = {"==".join(found.groups()) for found in (re.match(pattern, line) for line in bounds) if found}
-    commands = subprocess.run(
-        ["make", "-n", "test-oldest"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert len(lowest) == 5 and lowest <= set(commands.split())
+    assert len(lowest) == 5 and lowest <= set(make_output("-n", "test-oldest").split())
 
 
 # Imports
@@ -114,8 +109,9 @@ def test_pyproject_names_everything_that_is_imported():
     declared = distributions([*PROJECT["dependencies"], *extras])
     modules = set().union(*(imported(path, always=False) for path in paths))
     assert {"torch", "trl", "lm_eval", "gguf"} <= modules and not undeclared(modules, declared)
-    # What runs without an extra: every package but `stages`, and the recipe of pretraining.
-    paths = [path for path in paths if "stages" not in path.parts and "recipes" not in path.parts]
+    # What runs without an extra: every package but those of TRL, lm-eval and servers, and the recipe of pretraining.
+    others = {"stages", "evaluation", "inference", "recipes"}
+    paths = [path for path in paths if others.isdisjoint(path.parts)]
     modules = set().union(*(imported(path, always=True) for path in [*paths, ROOT / "recipes/pretrain.py"]))
     # It installs on Linux only, so only functions import it.
     assert "deepspeed" not in modules

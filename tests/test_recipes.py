@@ -1,6 +1,7 @@
-"""Every YAML file, two steps of every recipe, every launcher, and the targets of the Makefile."""
+"""Two steps of every recipe, every launcher, the files for clusters, and the targets of the Makefile."""
 
 import json
+import os
 import random
 import re
 import runpy
@@ -15,41 +16,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser as torchrun_parser
-from transformers import HfArgumentParser
 
-from hf_pretrain import PRESETS, MiniMindForCausalLM
-from hf_pretrain.data.chat_arguments import ChatArguments
-from hf_pretrain.data.data_arguments import DataArguments, SourceArguments
+from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.parser import recipe_parser
-from hf_pretrain.stages.distillation import DistillationArguments
-from hf_pretrain.stages.dpo import DPOTrainingArguments
-from hf_pretrain.stages.eval_tasks import EvalTaskArguments
-from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
-from hf_pretrain.stages.reward_training import RewardTrainingArguments
-from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.parsing import parse_args, read_config
-from hf_pretrain.training.training_arguments import (
-    DistillationTrainingArguments,
-    LMTrainingArguments,
-    SFTTrainingArguments,
-    complete_learning_rate,
-)
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.models import ModelArguments
-from tests.invariants.launching import ROOT, free_port, launcher_command, start
+from tests.invariants.launching import ROOT, free_port, launcher_command, make_output, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
 RECIPE = str(ROOT / "recipes/pretrain.py")
-STAGES = {
-    "pretrain": (ModelArguments, AdapterArguments, DataArguments, EvalTaskArguments, LMTrainingArguments),
-    "sft": (ModelArguments, AdapterArguments, ChatArguments, EvalTaskArguments, SFTTrainingArguments),
-    "dpo": (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments),
-    "reward": (ModelArguments, SourceArguments, RewardTrainingArguments),
-    "distill": (ModelArguments, AdapterArguments, DistillationArguments, ChatArguments, DistillationTrainingArguments),
-    "grpo": (ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments),
-}
 
 
 @pytest.fixture(scope="module")
@@ -81,36 +56,7 @@ def log_history(output_dir: Path) -> list[dict]:
     return json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
 
 
-# YAML files
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_yaml_parses(stage, preset, tmp_path):
-    path = ROOT / f"recipes/{preset}/{stage}.yaml"
-    argv = ["--config", str(path), "--output_dir", str(tmp_path), "--bf16", "false"]
-    content = read_config(path)
-    if stage == "distill" and "teacher_name_or_path" not in content:  # no preset is larger
-        argv += ["--teacher_name_or_path", "out/mine"]
-    model, *_, training = parse_args(*STAGES[stage], stage=stage, argv=argv)
-    if stage == "pretrain":
-        assert model.model_preset == preset
-        complete_learning_rate(training, PRESETS[preset]["hidden_size"])
-        # Muon's rate falls with the width: 192, 512, 640, then 768, 1280 and 2048. minimind-large has MiniMind's own.
-        rates = {"tiny": 8e-3, "minimind2-small": 3e-3, "minimind2-moe": 2.4e-3, "minimind-large": 2e-4}
-        rates |= {"0.5B": 1.2e-3, "1B": 7.5e-4}
-        assert training.learning_rate == pytest.approx(rates.get(preset, 2e-3), rel=1e-3)
-        return
-    # The tiny student starts from random weights and is smaller than its teacher.
-    base = (
-        None if (stage, preset) == ("distill", "tiny") else f"out/{'pretrain' if stage == 'sft' else 'sft'}-{preset}"
-    )
-    assert model.model_name_or_path == base
-    assert training.learning_rate == float(content["learning_rate"])
-    if stage == "grpo":
-        load_reward_functions([content["rewards"]] if isinstance(content["rewards"], str) else content["rewards"])
-    # Shared flags mean the same in all recipes.
-    assert not training.gradient_checkpointing and training.save_total_limit == 2
+# Arguments
 
 
 @pytest.mark.parametrize("recipe", ["convert", "from_scratch", "serve"])
@@ -119,16 +65,6 @@ def test_every_flag_of_a_recipe_without_a_trainer_is_read(recipe):
     text = path.read_text(encoding="utf-8")
     for action in runpy.run_path(str(path))["make_parser"]()._actions:
         assert f"args.{action.dest}" in text or action.dest.startswith("help"), action.dest
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_has_help_and_a_directory_of_its_own(stage):
-    # A percent sign in one help text would break the whole output.
-    assert "--learning_rate" in HfArgumentParser(STAGES[stage]).format_help()
-    # No preset applies to a model from elsewhere, so the classes give the defaults.
-    argv = ["--model_name_or_path", "owner/model", "--use_cpu", "--bf16", "false"]
-    argv += ["--teacher_name_or_path", "owner/teacher"] if stage == "distill" else []
-    assert parse_args(*STAGES[stage], stage=stage, argv=argv)[-1].output_dir == f"out/{stage}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.stem)
@@ -150,11 +86,9 @@ def test_the_files_for_clusters_start_torchrun_with_flags_of_the_recipe(name):
     else:
         script = yaml.safe_load(text)["run"] if name == "skypilot.yaml" else text
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-        (line,) = (
-            line for line in script.replace("\\\n", " ").splitlines() if "torchrun " in line and "#" not in line
-        )
         # The script's own variables stand for words; `$@` and `&` end the command.
-        words = shlex.split(line[line.index("torchrun ") :].split(' "$@"')[0])
+        (line,) = re.findall(r'^[^#\n]*\b(torchrun .*?)(?: "\$@".*)?$', script.replace("\\\n", " "), re.MULTILINE)
+        words = shlex.split(line)
     recipe = next(position for position, word in enumerate(words) if word.endswith("recipes/pretrain.py"))
     options = [re.sub(r"\$.*", "2", word) for word in words[1:recipe]]
     torchrun_parser().parse_args([*options, RECIPE])
@@ -188,7 +122,7 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
     command = [*launcher_command("python"), RECIPE, *toy_arguments(workspace, "plain"), "--report_to", "none"]
     for mistake, message in (
         (["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
-        (["--validation_fraction", "2"], "validation_fraction=2.0 must be"),
+        (["--validation_fraction", "2"], "--validation_fraction 2.0 must be"),
         (["--text_column", "nope"], "no column 'nope'"),
     ):
         failed = start([*command, *mistake])
@@ -197,8 +131,7 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
     output = result.stdout
     assert result.returncode == 0, output
     check_lines(output)
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
-        assert (run / name).is_file(), name
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= {*os.listdir(run)}
     (*_, final) = [entry for entry in log_history(run) if "eval_loss" in entry]
     for words in (
         "1 process(es) on CPU, float32; 8 rows per step; torch ",
@@ -222,24 +155,19 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
 
 
 # The flags of each stage beside those of `toy_arguments`, and the lines that only this stage prints.
+PAIRS = [r"(Training|Validation): \d+ pairs, .*"]
 FLAGS_AND_LINES = {
     "pretrain": ("--streaming true", [r"(Training|Validation): .*"]),
     "sft": ("--dataset_name chats.jsonl", [r"(Training|Validation): .* tokens count in the loss.*"]),
     "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
-    "dpo": (
-        "--dataset_name pairs.jsonl",
-        [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}, [\d,]+ tokens/s"],
-    ),
-    "reward": (
-        "--dataset_name pairs.jsonl --save_strategy steps --save_steps 1",
-        [r"(Training|Validation): \d+ pairs, .*", r"step \d/2: loss \d\.\d{4}, [\d,]+ tokens/s"],
-    ),
+    "dpo": ("--dataset_name pairs.jsonl", PAIRS),
+    "reward": ("--dataset_name pairs.jsonl --save_strategy steps --save_steps 1", PAIRS),
     "grpo": (
         "--dataset_name embedded:answer-format --model_name_or_path toy-long --num_generations 2 "
         "--max_completion_length 8 --per_device_train_batch_size 4 --eval_steps 2",
         [r"step \d/2: loss -?\d\.\d{4}, reward \d\.\d{4}, [\d,]+ tokens/s", r"step \d/2: mean reward \d\.\d{4}"],
     ),
-    "evaluate": ("", []),
+    "evaluate": ("--dataset_kind text", []),
 }
 
 
@@ -261,20 +189,19 @@ def test_a_redirected_stage_prints_only_its_own_lines(workspace, stage):
 @pytest.mark.parametrize("options", [[], ["--use_peft"]], ids=["plain", "adapter"])
 def test_sft_reports_the_change_of_the_loss(workspace, options):
     output_dir = workspace / f"sft{''.join(options)}"
-    arguments = [
-        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "chats.jsonl")),
-        *("--max_length", "64", "--validation_fraction", "0.2", "--max_steps", "3", "--bf16", "false"),
-        *("--learning_rate", "1e-2", "--output_dir", str(output_dir), "--use_cpu", *options),
-    ]
-    result = start([sys.executable, str(ROOT / "recipes/sft.py"), *arguments])
+    data = ["--dataset_name", str(workspace / "chats.jsonl"), "--max_length", "64", "--validation_fraction", "0.2"]
+    data += ["--bf16", "false", "--use_cpu"]
+    flags = [*data, "--model_name_or_path", str(workspace / "toy"), "--output_dir", str(output_dir), *options]
+    result = start([sys.executable, f"{ROOT}/recipes/sft.py", *flags, "--max_steps", "3", "--learning_rate", "1e-2"])
     assert result.returncode == 0, result.stdout[-3000:]
     losses = [entry["eval_loss"] for entry in log_history(output_dir) if "eval_loss" in entry]
     report = re.search(r"Validation loss +([\d.]+) nats per token \(([\d.]+) before\)", result.stdout)
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
     assert losses[-1] < losses[0] and "Talk to it" in result.stdout
     assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
-    flags = [*arguments[2:8], *("--model_name_or_path", str(output_dir), "--dataset_kind", "auto", "--use_cpu")]
-    assert start([sys.executable, str(ROOT / "recipes/evaluate.py"), *flags, "--bf16", "false"]).returncode == 0
+    # The evaluation takes the kind of data from the record of the run.
+    evaluation = start([sys.executable, f"{ROOT}/recipes/evaluate.py", *data, "--model_name_or_path", str(output_dir)])
+    assert evaluation.returncode == 0 and "Data      conversations of " in evaluation.stdout
     last = [entry for entry in log_history(output_dir) if "eval_repeated_4grams" in entry][-1]
     found = json.loads((output_dir / "evaluation.json").read_text())["held_out"]
     assert found == pytest.approx({key: last[key] for key in found}) and len(found) == 7
@@ -295,12 +222,19 @@ def test_sft_previews_the_trained_tokens(workspace):
 
 
 def test_make_prints_help_and_refuses_an_unknown_device():
-    # Under `make test`, a make within a make would also print the directories that it enters.
-    words = ["make", "--no-print-directory"]
-    output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    output = make_output()
     assert output.startswith("make pretrain   ") and "\nmake clean   " in output and "PYTHON" not in output
-    result = subprocess.run([*words, "-n", "pretrain", "DEVICE=gpu"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(["make", "-n", "pretrain", "DEVICE=gpu"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode != 0 and "use cuda, cpu or auto" in result.stderr
+
+
+def test_make_evaluate_installs_what_its_arguments_need(tmp_path):
+    for args, extras in (
+        *(("", "corpora"), ("--limit 2 --tasks tool_call", "corpora")),
+        *(("--tasks blimp,tool_call", "corpora,eval"), ("--tasks=hellaswag", "corpora,eval")),
+    ):
+        output = make_output("-n", "evaluate", f"VENV={tmp_path}", f"ARGS={args}")
+        assert re.findall(r'-e "\.\[(.*)\]"', output)[-1:] == [extras]
 
 
 def test_make_clean_leaves_models_and_other_environments(tmp_path):

@@ -84,7 +84,7 @@ class WarmParent:
             text = output.read()
         if answer["timed_out"]:
             raise subprocess.TimeoutExpired(commands[0], timeout, output=text)
-        # As launchers do: any failure is a failure of the whole.
+        # As launchers do: the first failure is the failure of the whole. The other ranks are ended because of it.
         statuses = [os.waitstatus_to_exitcode(status) for status in answer["statuses"]]
         return subprocess.CompletedProcess(commands[0], next(filter(None, statuses), 0), text)
 
@@ -126,6 +126,8 @@ def _wait(children: dict[int, int | None], deadline: float) -> bool:
     while None in children.values():
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in children:
+            # In the order in which they end.
+            del children[pid]
             children[pid] = status
         left = [child for child, status in children.items() if status is None]
         if time.monotonic() > deadline:

@@ -1,6 +1,5 @@
 """The checkpoints of an output directory: find the newest, verify, rotate and set aside."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,10 +10,13 @@ from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.writing import ASIDE
+from ..weights.weight_files import read_json
 from .manifest import MANIFEST_NAME, find_damage
 
 
 logger = logging.get_logger(__name__)
+
+_REWARD_MODEL = "MiniMindForSequenceClassification"
 
 
 def checkpoint_path(output_dir: str | Path, step: int) -> Path:
@@ -30,7 +32,7 @@ def newest_checkpoint(output_dir: str | Path, *, unverified: bool = False) -> st
         unverified (`bool`): accept a checkpoint without a manifest, as another program writes it.
 
     Raises:
-        `ValueError`: for a checkpoint without a manifest unless `unverified`.
+        `UserError`: for a checkpoint without a manifest unless `unverified`.
     """
     # Newest first; sort_checkpoints sorts by the number in the name.
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)) if Path(output_dir).is_dir() else [])):
@@ -54,7 +56,7 @@ def abandon_later_checkpoints(path: Path) -> None:
 
 def verify_checkpoint(path: Path, *, unverified: bool) -> None:
     """
-    Raise `ValueError` for a checkpoint that is damaged or incomplete, or has no manifest unless `unverified`.
+    Raise `UserError` for a checkpoint that is damaged or incomplete, or has no manifest unless `unverified`.
     """
     if not (path / TRAINER_STATE_NAME).is_file():
         raise UserError(f"--resume_from_checkpoint {path} is not a checkpoint: it has no {TRAINER_STATE_NAME}.")
@@ -66,7 +68,7 @@ def verify_checkpoint(path: Path, *, unverified: bool) -> None:
 
 
 def _has_manifest(path: Path, *, unverified: bool) -> bool:
-    """Return whether a checkpoint has a manifest. Raise `ValueError` if it has none, or only warn if `unverified`."""
+    """Return whether a checkpoint has a manifest. Raise `UserError` if it has none, or only warn if `unverified`."""
     if (path / MANIFEST_NAME).exists():
         return True
     if not unverified:
@@ -108,10 +110,10 @@ def remove_leftovers(output_dir: str | Path) -> None:
 
 def find_newest_run(directory: str = "out") -> str:
     """
-    Return the directory in `directory` that holds the MiniMind model with the newest weights.
+    Return the directory in `directory` that holds the MiniMind language model with the newest weights.
 
     Raises:
-        `ValueError`: if there is none.
+        `UserError`: if there is none.
     """
     runs = {}
     for config in Path(directory).glob("*/config.json"):
@@ -119,8 +121,13 @@ def find_newest_run(directory: str = "out") -> str:
         times = [path.stat().st_mtime for path in config.parent.glob("model*.safetensors")]
         # Without a tokenizer, the run in the directory is not finished, and its config may be incomplete.
         is_finished = times and (config.parent / "tokenizer.json").is_file()
-        # Other models may lie in out/, such as exports to llama.
-        if is_finished and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "minimind":
+        try:
+            fields = read_json(config) if is_finished else {}
+        except UserError as error:
+            logger.warning(f"{error} Its directory is left out.")
+            continue
+        # Other models may lie in out/, such as exports to llama, and reward models, which write no text.
+        if fields.get("model_type") == "minimind" and _REWARD_MODEL not in (fields.get("architectures") or []):
             runs[str(config.parent)] = max(times)
     if not runs:
         raise UserError(

@@ -1,13 +1,12 @@
 """
 The content of a checkpoint: `manifest.json` names every file with its size and sha256, and the run that wrote it.
 
-A checkpoint is written, flushed to the disk, described, and only then given its name (`checkpoints/writer.py`).
+A checkpoint is written, described, flushed to the disk, and only then given its name (`checkpoints/writer.py`).
 [`find_damage`] shows every file that is lost, changed or added afterwards.
 """
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,15 @@ from ..runtime.writing import MANIFEST_NAME
 
 
 def write_manifest(directory: Path, run: dict[str, Any]) -> None:
-    """Describe all files below `directory` and the `run` that wrote them, and flush everything to the disk."""
-    files: dict[str, dict[str, Any]] = {}
-    for path in _files(directory):
-        name = path.relative_to(directory).as_posix()
-        flush(path)
-        files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    """Describe all files below `directory`, and the `run` that wrote them."""
+    files = {
+        path.relative_to(directory).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in _files(directory)
+    }
     # The manifest's own checksum covers `files` and `run`: without it, damage to the manifest itself would not show.
     content = {"files": files, "run": run}
-    manifest = directory / MANIFEST_NAME
-    manifest.write_text(json.dumps({"sha256": _seal(content), **content}, indent=1), encoding="utf-8")
-    flush(manifest)
-    # A file's name is an entry of its directory, so the directories must be flushed too.
-    for path in [*filter(Path.is_dir, directory.rglob("*")), directory]:
-        flush(path)
+    text = json.dumps({"sha256": _seal(content), **content}, indent=1)
+    Path(directory, MANIFEST_NAME).write_text(text, encoding="utf-8")
 
 
 def read_manifest(directory: str | Path) -> dict[str, Any]:
@@ -37,7 +31,7 @@ def read_manifest(directory: str | Path) -> dict[str, Any]:
     Return the manifest of a checkpoint: its `files`, and the `run` that [`write_manifest`] was given.
 
     Raises:
-        `ValueError`: if it is missing or was changed.
+        `UserError`: if it is missing or was changed.
     """
     path = Path(directory, MANIFEST_NAME)
     try:
@@ -95,18 +89,3 @@ def _sha256(path: Path) -> str:
 def _seal(content: dict[str, Any]) -> str:
     """Return the checksum of the manifest's own content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def flush(path: Path) -> None:
-    """
-    Flush a file, or the entries of a directory, to the disk.
-
-    NOTE: Windows cannot open a directory, and flushes only files that are open for writing.
-    """
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -56,7 +56,7 @@ def load_weights(directory: str | Path, model: PreTrainedModel) -> None:
     Load the safetensors files of a checkpoint into a sharded model.
 
     Raises:
-        `ValueError`: if tensors are missing or unexpected. A tied head is not in the files.
+        `UserError`: if tensors are missing or unexpected. A tied head is not in the files.
     """
     weights: dict[str, Any] = {}
     # Every rank reads the whole checkpoint; set_model_state_dict keeps this rank's shards.

@@ -1,17 +1,16 @@
 """
 Write checkpoints and models completely or not at all.
 
-All files go into `.saving/` inside the output directory. The writer flushes them to the disk and only then renames
-them. A checkpoint also gets a manifest (`manifest.py`), and the writer reads it back and compares it after the rename.
+All files go into `.saving/` inside the output directory (`runtime/writing.py`). The main process flushes them to the
+disk and only then renames them. A checkpoint also gets a manifest (`manifest.py`), and is read back and compared after
+the rename.
 """
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import CONFIG_NAME
 
 from ..runtime.ranks import on_main_process
-from ..runtime.writing import ASIDE, refused_write
+from ..runtime.writing import ASIDE, moved_when_whole, refused_write
 from ..tokenizer.pretrained import save_tokenizer
 from ..weights.adapters import is_adapted
-from .directory import remove_leftovers, set_aside, summarize
-from .manifest import find_damage, flush, write_manifest
+from .directory import set_aside, summarize
+from .manifest import find_damage, write_manifest
 
 
 def checkpoint_bytes(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> int:
@@ -95,33 +94,44 @@ class CheckpointWriter:
         to `target` and read it back. All ranks must enter the block.
 
         Args:
-            target (`Path`): `checkpoint-N`. An existing one is replaced.
+            target (`Path`): `checkpoint-N`. An existing one, of a run that resumed from an older one, is replaced.
             run (`dict`): the description of the run for the manifest.
 
         Raises:
             `OSError`: if the disk refuses to write, or if the files read back differ. They are then renamed to
                 `damaged-checkpoint-N`.
         """
-        publish = partial(_publish_checkpoint, target=target, run=run)
-        return self._writing(target.parent / ASIDE / target.name, target, publish)
+        return self._writing(target, run)
 
     def writing_model(self, target: Path) -> AbstractContextManager[Path]:
         """
         Return a block that gets a directory to write a model into. After the block, move its files into the directory
         `target`. All ranks must enter the block.
         """
-        return self._writing(target / ASIDE / "model", target / CONFIG_NAME, partial(_publish_model, target=target))
+        return self._writing(target / CONFIG_NAME)
 
     @contextmanager
-    def _writing(self, source: Path, target: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
-        def make_room() -> None:
-            # A killed run may have left files there.
-            remove_leftovers(target.parent)
-            source.mkdir(parents=True)
+    def _writing(self, target: Path, run: dict[str, Any] | None = None) -> Iterator[Path]:
+        """Write a checkpoint, or without `run` the directory of the file `target`."""
+        with self.explaining_full_disks(target), ExitStack() as main:
 
-        with self.explaining_full_disks(target):
-            on_main_process(self.args, make_room)
-            self.directory = source.parent
+            def begin() -> Path:
+                scratch = main.enter_context(moved_when_whole(target.parent, ASIDE))
+                source = scratch if run is None else scratch / target.name
+                source.mkdir(exist_ok=True)
+                return source
+
+            def publish() -> None:
+                if run is not None:
+                    write_manifest(source, run)
+                main.close()
+                # Some file systems report a successful write of data that they then lose.
+                if run is not None and (damage := find_damage(target)):
+                    what = f"the files written to {set_aside(target)} read back differently: {summarize(damage)}"
+                    raise OSError(errno.EIO, what)
+
+            source = on_main_process(self.args, begin)
+            self.directory = target.parent / ASIDE
             try:
                 yield source
             finally:
@@ -129,7 +139,7 @@ class CheckpointWriter:
             # Every rank must have written its shards before one of them renames the directory.
             if self.args.world_size > 1:
                 wait_for_everyone()
-            on_main_process(self.args, lambda: publish(source))
+            on_main_process(self.args, publish)
 
     def check_space(self) -> None:
         """Raise `OSError` if a checkpoint does not fit on the disk."""
@@ -151,44 +161,9 @@ class CheckpointWriter:
             if not refused_write(error):
                 raise
             free = shutil.disk_usage(target.parent).free
-            if self.args.should_save:
-                shutil.rmtree(target.parent / ASIDE, ignore_errors=True)
             kept = sort_checkpoints(str(target.parent))
             raise OSError(
                 f"{target} could not be saved: {error}. A checkpoint takes about "
                 f"{self.checkpoint_bytes() / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB were free. "
                 + (f"{kept[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`" if kept else "")
             ) from error
-
-
-def _publish_checkpoint(source: Path, target: Path, run: dict[str, Any]) -> None:
-    """Write the manifest of the checkpoint in `source`, rename the directory to `target` and read it back."""
-    write_manifest(source, run)
-    if target.exists():
-        # A run that resumed from an older checkpoint reaches this step again. `os.rename` cannot replace a directory
-        # that holds files, so the old one makes way first.
-        os.rename(target, source.with_name("replaced"))
-    os.rename(source, target)
-    # The new name is an entry of the parent directory, which must reach the disk as well.
-    flush(target.parent)
-    # Some file systems report a successful write of data that they then lose.
-    damage = find_damage(target)
-    if damage:
-        aside = set_aside(target)
-        raise OSError(errno.EIO, f"the files written to {aside} read back differently: {summarize(damage)}")
-    shutil.rmtree(source.parent)
-
-
-def _publish_model(source: Path, target: Path) -> None:
-    """
-    Move the files of a model from `source` into the directory `target`.
-
-    `config.json` comes last, because a directory without it does not count as a model.
-    """
-    # Before any rename: after a power failure, a file that was renamed first could be empty.
-    for path in (*source.rglob("*"), source):
-        flush(path)
-    for path in sorted(source.iterdir(), key=lambda path: path.name == CONFIG_NAME):
-        os.replace(path, target / path.name)
-    flush(target)
-    shutil.rmtree(source.parent)

@@ -55,6 +55,8 @@ def count_processes(num_rows: int, num_proc: int | None) -> int | None:
     num_processes = min(num_proc or min(os.cpu_count() or 1, MAX_PROCESSES), math.ceil(num_rows / GROUP_SIZE))
     if num_processes <= 1:
         return None
+    # NOTE: the threads of `tokenizers` do not survive a fork, and each process has one core anyway.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if sys.platform != "win32":
         _end_workers_with_this_process()
     return num_processes
@@ -68,14 +70,12 @@ def _end_workers_with_this_process() -> None:
     NOTE: the workers of `datasets`, and the process that holds their queue, would wait for work forever.
     """
 
-    def watch(parent: int) -> None:
+    def watch() -> None:
+        parent = os.getppid()
         # The operating system gives an orphan another parent. No portable signal reports that, so poll.
         while os.getppid() == parent:
             time.sleep(1)
         # `sys.exit` in a thread would end only that thread.
         os._exit(1)
 
-    def begin() -> None:
-        threading.Thread(target=watch, args=(os.getppid(),), daemon=True).start()
-
-    os.register_at_fork(after_in_child=begin)
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=watch, daemon=True).start())

@@ -1,9 +1,12 @@
 """Command-line arguments that name conversations and choose their trained tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from transformers.hf_argparser import HfArg
+
+from ..runtime.bounds import check_bounds
+from ..runtime.errors import UserError
 from .data_arguments import DataArguments
-from .draws import check_ratio
 from .encoding import ConversationEncoder
 
 
@@ -15,42 +18,35 @@ class ChatArguments(DataArguments):
     Conversations are truncated at `max_length` tokens.
     """
 
-    dataset_kind: str = field(
+    dataset_kind: str = HfArg(
         default="auto",
-        metadata={
-            "help": "Kind of the records: conversations, whose fields tell their form (auto), or text.",
-            "choices": ("auto", "text"),
-        },
+        help="Kind of the records: conversations, whose fields tell their form (auto), or text.",
+        metadata={"choices": ("auto", "text")},
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={"help": "Jinja file that replaces the tokenizer's chat template; or minimind, MiniMind's template."},
+    chat_template: str | None = HfArg(
+        default=None, help="Jinja file that replaces the tokenizer's chat template; or minimind, MiniMind's template."
     )
-    enable_thinking: bool | None = field(
-        default=None,
-        metadata={"help": "Variable of the chat template; false puts an empty <think> block in front of each answer."},
+    enable_thinking: bool | None = HfArg(
+        default=None, help="Variable of the chat template; false puts an empty <think> block in front of each answer."
     )
-    add_system_ratio: float = field(
-        default=0.0, metadata={"help": "Share of the training conversations with a random system message, e.g. 0.2."}
+    add_system_ratio: float = HfArg(
+        default=0.0, help="Share of the training conversations with a random system message, e.g. 0.2."
     )
-    empty_think_ratio: float | None = field(
-        default=None, metadata={"help": "Share of the training conversations with empty <think> blocks, e.g. 0.2."}
+    empty_think_ratio: float | None = HfArg(
+        default=None, help="Share of the training conversations with empty <think> blocks, e.g. 0.2."
     )
-    train_on: str = field(
+    train_on: str = HfArg(
         default="assistant",
-        metadata={
-            "help": "The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
-            "choices": ("assistant", "last_turn", "all"),
-        },
+        help="The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
+        metadata={"choices": ("assistant", "last_turn", "all")},
     )
-    preview: int = field(
-        default=0, metadata={"help": "Print this many packed sequences, with trained tokens in colour, and stop."}
-    )
+    preview: int = HfArg(default=0, help="Print this many packed sequences, with trained tokens in colour, and stop.")
 
     def __post_init__(self):
         super().__post_init__()
-        check_ratio("--add_system_ratio", self.add_system_ratio)
-        check_ratio("--empty_think_ratio", self.empty_think_ratio, self.enable_thinking)
+        check_bounds(vars(self))
+        if self.empty_think_ratio is not None and self.enable_thinking is not None:
+            raise UserError("--empty_think_ratio and --enable_thinking contradict each other. Leave one of them out.")
 
     @property
     def kind_name(self) -> str:

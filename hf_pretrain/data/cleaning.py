@@ -44,7 +44,7 @@ def normalize(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def digest(text: str) -> bytes:
+def text_digest(text: str) -> bytes:
     """Return 16 bytes that are equal for texts that differ at most in white space and the composition of accents."""
     # NFKC would make "x²" and "x2" equal.
     text = " ".join(unicodedata.normalize("NFC", text).split())
@@ -76,7 +76,7 @@ class DuplicateFinder:
             duplicates only.
 
     Raises:
-        `ValueError`: for a similarity that the index would miss.
+        `UserError`: for a similarity that the index would miss.
         `ImportError`: if near duplicates are wanted and datasketch is not installed.
     """
 
@@ -102,15 +102,13 @@ class DuplicateFinder:
             document (`str`): the text, or the conversation in the internal form, that exact duplicates share.
             plain (`str`): the text that near duplicates are found by.
         """
-        if (key := digest(document)) in self._digests:
+        if (key := text_digest(document)) in self._digests:
             return "exact duplicate"
         self._digests.add(key)
         if self._index is None:
             return ""
-        text = normalize(plain)
-        pieces = {text[i : i + _SHINGLE] for i in range(max(1, len(text) - _SHINGLE + 1))}
         signature = self._new_hash(num_perm=_NUM_HASHES)
-        signature.update_batch([piece.encode("utf-8", "surrogatepass") for piece in pieces])
+        signature.update_batch([piece.encode("utf-8", "surrogatepass") for piece in {*_windows(plain, _SHINGLE)}])
         # The index finds candidates; the estimate from the signatures decides.
         for place in self._index.query(signature):
             if self._kept[place].jaccard(signature) >= self._similarity:
@@ -129,23 +127,17 @@ class OverlapFinder:
     """
 
     def __init__(self, texts: Iterable[str]):
-        self._windows: set[int] = set()
-        # The normalized texts with fewer characters.
-        self._short: set[str] = set()
-        for text in map(normalize, texts):
-            self._windows.update(map(hash, _windows(text)))
-            if len(text) < OVERLAP_CHARS:
-                self._short.add(text)
+        self._windows = {hash(window) for text in texts for window in _windows(text, OVERLAP_CHARS)}
 
     def finds(self, text: str) -> bool:
         """Return whether a text shares a window with the held-out texts, or equals a short one."""
-        text = normalize(text)
-        return text in self._short or any(hash(window) in self._windows for window in _windows(text))
+        return any(hash(window) in self._windows for window in _windows(text, OVERLAP_CHARS))
 
 
-def _windows(text: str) -> Iterator[str]:
-    for i in range(len(text) - OVERLAP_CHARS + 1):
-        yield text[i : i + OVERLAP_CHARS]
+def _windows(text: str, size: int) -> Iterator[str]:
+    """Yield all runs of `size` characters of a normalized text; the whole text if it is shorter."""
+    text = normalize(text)
+    return (text[i : i + size] for i in range(max(1, len(text) - size + 1)))
 
 
 def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
@@ -153,7 +145,7 @@ def held_out_texts(records: Iterable[Record]) -> Iterator[str]:
     Yield the texts of held-out records.
 
     Raises:
-        `ValueError`: for a bad line. The search would miss its text without a message.
+        `UserError`: for a bad line. The search would miss its text without a message.
     """
     for record in records:
         if record.reason:
@@ -168,22 +160,18 @@ def clean_records(
     duplicates = DuplicateFinder(near_duplicates)
     for record in records:
         try:
-            line = _write_line(record)
+            for name, value in (record.content or {}).items():
+                check_values([name, value], name)
+            line, reason = write_json(record.content), record.reason
         except BadRecord as error:
-            yield record, "", f"bad line: {error.reason}"
+            # No file can hold it.
+            line, reason = "", error.reason
+        if reason:
+            yield record, "", f"bad line: {reason}"
             continue
         text = plain_text(record)
         reason = find_flaw(text, min_chars) or ("in the held-out data" if held_out.finds(text) else "")
         yield record, line, reason or duplicates.add(record.text, text)
-
-
-def _write_line(record: Record) -> str:
-    """Return the content of a record as JSON. Raise `BadRecord` if the record is bad or no file can hold it."""
-    if record.reason:
-        raise BadRecord(record.reason)
-    for name, value in record.content.items():
-        check_values([name, value], name)
-    return write_json(record.content)
 
 
 def clean_data(
@@ -192,25 +180,25 @@ def clean_data(
     *,
     min_chars: int = 20,
     near_duplicates: float = NEAR_DUPLICATES,
-    text_column: str = "text",
-    held_out: list[str] | None = None,
+    held_out: Iterable[str] = (),
     more_held_out: Iterable[str] = (),
+    **reading: Any,
 ) -> str:
     """
     Clean data: write the good records as JSONL, and list the dropped ones with line and reason in `<output>.dropped`.
     Return the counts as text.
 
     Args:
-        names (`list[str]`), held_out (`list[str]`, *optional*): data and held-out data, named as in `--dataset_name`.
+        names (`list[str]`), held_out (`Iterable[str]`): data and held-out data, named as in `--dataset_name`.
         output (`str`): the JSONL file to write. The list of the dropped records is beside it.
         min_chars (`int`): least number of characters, without white space at the ends.
         near_duplicates (`float`): least similarity at which the later of two records is dropped; 0 keeps near
             duplicates.
-        text_column (`str`): key of the text.
         more_held_out (`Iterable[str]`): further held-out texts.
+        reading: the other arguments of [`~data.records.read_records`].
 
     Raises:
-        `ValueError`: if a name leads to no data, no record is good, or `output` is inside a checkpoint, exists, or is
+        `UserError`: if a name leads to no data, no record is good, or `output` is inside a checkpoint, exists, or is
             not the name of a JSONL file.
     """
     check_output(output, "--output")
@@ -222,25 +210,24 @@ def clean_data(
         for file in (path, dropped_path):
             if file.exists():
                 raise UserError(f"{file} exists. Choose another --output, or delete this file.")
-        texts = held_out_texts(read_records(held_out or [], text_column=text_column))
-        finder = OverlapFinder(itertools.chain(texts, more_held_out))
-        num_kept, reasons = 0, Counter[str]()
+        finder = OverlapFinder(itertools.chain(held_out_texts(read_records(held_out, **reading)), more_held_out))
+        reasons = Counter[str]()
         with (
             (scratch / path.name).open("w", encoding="utf-8") as kept,
             (scratch / dropped_path.name).open("w", encoding="utf-8") as dropped,
             progress("cleaning") as bar,
         ):
-            records = read_records(names, text_column=text_column)
-            limits: dict[str, Any] = {"min_chars": min_chars, "near_duplicates": near_duplicates}
-            for record, line, reason in clean_records(records, finder, **limits):
+            records = read_records(names, **reading)
+            for record, line, reason in clean_records(
+                records, finder, min_chars=min_chars, near_duplicates=near_duplicates
+            ):
                 bar.update()
+                reasons[reason] += 1
                 if reason:
-                    reasons[reason] += 1
-                    where = {"source": record.source, "line": record.line, "reason": reason}
-                    dropped.write(json.dumps(where | {"start": record.text[:80]}, ensure_ascii=False) + "\n")
-                else:
-                    num_kept += 1
-                    kept.write(line + "\n")
+                    found = {"source": record.source, "line": record.line, "reason": reason}
+                    line = json.dumps(found | {"start": record.text[:80]}, ensure_ascii=False)
+                (dropped if reason else kept).write(line + "\n")
+        num_kept = reasons.pop("", 0)
         counts = [f"{num_kept + reasons.total():,} records read, {num_kept:,} kept, {reasons.total():,} dropped"]
         counts += [f"  {number:>10,}  {reason}" for reason, number in reasons.most_common()]
         if not num_kept:

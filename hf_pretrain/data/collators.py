@@ -49,17 +49,14 @@ class DataCollatorForPackedRows:
             document in tokens.
 
         Raises:
-            `ValueError`: if a row is longer than `max_length`, if the lengths of its documents do not add up to its
+            `UserError`: if a row is longer than `max_length`, if the lengths of its documents do not add up to its
                 length, or if its columns differ in length.
         """
         features = [_without_padding(feature) for feature in features]
         lengths = [len(feature["input_ids"]) for feature in features]
         seq_len = self.max_length or max(lengths)
         if max(lengths) > seq_len:
-            raise UserError(
-                f"A row of {max(lengths)} tokens is longer than max_length={seq_len}. "
-                "Prepare the rows with that length."
-            )
+            raise UserError(f"A row of {max(lengths)} tokens is longer than max_length={seq_len}. Make rows shorter.")
         shape = (len(features), seq_len)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, -100, dtype=np.int64)

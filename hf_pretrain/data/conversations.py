@@ -15,12 +15,12 @@ from .formats import BadRecord, json_type, write_json
 from .messages import (
     as_text,
     check_answers,
+    check_record_fields,
     is_blank,
-    make_message,
+    parse_tools,
     parsed_as,
     quoted,
     read_messages,
-    read_tools,
     read_turn,
     take_weights,
 )
@@ -57,6 +57,7 @@ def read_conversation(record: Any) -> str:
             one of its answers is empty.
     """
     record = _check_record(record)
+    check_record_fields(record)
     messages, tools = _read_kind(record, _find_kind(record))
     messages = _with_system(messages, record)
     if not any(message["role"] == "assistant" for message in messages):
@@ -77,7 +78,8 @@ def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
             if names >= {*keys}:
                 return keys
     wanted = " or ".join(" with ".join(keys) for keys in CONVERSATION_KEYS)
-    raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}")
+    text = "; pass --dataset_kind text for text" if "text" in record else ""
+    raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}{text}")
 
 
 def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict], list | None]:
@@ -100,8 +102,8 @@ def _read_alpaca(record: dict[str, Any]) -> tuple[list[dict], list | None]:
         raise BadRecord("'history' is no list of pairs of question and answer; fix or drop the line")
     messages = []
     for question, answer in turns:
-        messages += [make_message("user", as_text(question, "history"))]
-        messages += [make_message("assistant", as_text(answer, "output"))]
+        messages += [{"role": "user", "content": as_text(question, "history")}]
+        messages += [{"role": "assistant", "content": as_text(answer, "output")}]
     return read_messages(messages, "history")
 
 
@@ -109,7 +111,7 @@ def _with_system(messages: list[dict], record: dict[str, Any]) -> list[dict]:
     """Return messages with the record's system message, unless they begin with another one."""
     if is_blank(record.get("system")) or messages[0]["role"] == "system":
         return messages
-    return [make_message("system", as_text(record["system"], "system")), *messages]
+    return [{"role": "system", "content": as_text(record["system"], "system")}, *messages]
 
 
 def read_preference(record: Any) -> str:
@@ -133,19 +135,17 @@ def read_preference(record: Any) -> str:
     missing = [key for key in ("chosen", "rejected") if key not in record]
     if missing:
         raise BadRecord(f"no {missing[0]!r} (there is: {', '.join(map(str, record))}); write chosen and rejected")
-    answers: dict[str, list[dict]] = {}
+    check_record_fields(record)
+    turns: dict[str, list[dict]] = {"prompt": []}
     tools = None
-    for key in ("chosen", "rejected"):
-        answers[key], found = read_turn(record[key], key, "assistant")
+    for key, role in (("chosen", "assistant"), ("rejected", "assistant"), ("prompt", "user")):
+        if key == "prompt" and is_blank(record.get(key)):
+            continue
+        turns[key], found = read_turn(record[key], key, role)
         tools = tools or found
-        if take_weights(answers[key])[-1:] not in ([], [1]):
+        if take_weights(turns[key])[-1:] not in ([], [1]) and key != "prompt":
             raise BadRecord(f"{key!r} has a loss weight, but a preference compares whole answers; remove the field")
-    prompt: list[dict] = []
-    if not is_blank(record.get("prompt")):
-        prompt, found = read_turn(record["prompt"], "prompt", "user")
-        tools = tools or found
-        take_weights(prompt)
-    prompt, answers = _split_prompt(prompt, answers)
+    prompt, answers = _split_prompt(**turns)
     if not prompt:
         raise BadRecord("chosen and rejected share no prompt; give them the same first messages, or a prompt")
     if answers["chosen"] == answers["rejected"]:
@@ -159,34 +159,31 @@ def read_preference(record: Any) -> str:
     return _write({"prompt": _with_system(prompt, record), **answers}, record, tools)
 
 
-def _split_prompt(prompt: list[dict], answers: dict[str, list[dict]]) -> tuple[list[dict], dict[str, list[dict]]]:
+def _split_prompt(
+    prompt: list[dict], chosen: list[dict], rejected: list[dict]
+) -> tuple[list[dict], dict[str, list[dict]]]:
     """
     Return the prompt of a preference, and its two answers without the prompt.
 
     Args:
         prompt (`list[dict]`): the prompt that the record states; empty if it states none.
-        answers (`dict`): `chosen` and `rejected`, each with or without the prompt before it.
+        chosen, rejected (`list[dict]`): the answers, with or without the prompt before them.
 
     Raises:
         `BadRecord`: if the answers begin with another prompt than the stated one.
     """
-    chosen, rejected = answers.values()
-    shared = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
-    shared = min(len(chosen), len(rejected)) if shared is None else shared
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((i for i, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
     # Both answers may begin with equal messages of the assistant. They belong to the answers, not to the prompt.
     while shared and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
     if prompt and (not shared or chosen[0]["role"] == "assistant"):
-        return prompt, answers
-    stated, begun = (
-        [(part["role"], part["content"].strip()) for part in parts] for parts in (prompt, chosen[:shared])
-    )
+        return prompt, {"chosen": chosen, "rejected": rejected}
+    stated, begun = ([(part["role"], part["content"].strip()) for part in side] for side in (prompt, chosen[:shared]))
     # The stated prompt may be only a part of it, such as the last question.
     if not any(begun[i : i + len(stated)] == stated for i in range(shared + 1)):
-        raise BadRecord(
-            "chosen and rejected begin with another prompt than the one in 'prompt'; remove one of the two"
-        )
-    return chosen[:shared], {key: messages[shared:] for key, messages in answers.items()}
+        raise BadRecord("chosen and rejected begin with another prompt than the one in 'prompt'; remove one")
+    return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
 SCHEMAS: dict[str, Callable[[Any], str]] = {"conversation": read_conversation, "preference": read_preference}
@@ -211,7 +208,7 @@ def _write(parts: dict[str, Any], record: dict[str, Any], tools: list | None) ->
     """Return the internal form as JSON, with the record's tools, or else with `tools`, found in a message."""
     if not is_blank(record.get("functions")):
         raise BadRecord("'functions' is an older form of 'tools'; write tools")
-    if tools := read_tools(record) or tools:
+    if tools := parse_tools(record) or tools:
         parts["tools"] = tools
     if not is_blank(record.get("chat_template_kwargs")):
         kwargs = parsed_as(record["chat_template_kwargs"], "chat_template_kwargs", dict)

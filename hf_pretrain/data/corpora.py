@@ -62,10 +62,8 @@ class EmbeddedCorpus:
         # Find the package without importing it: the import would run its code, and only its data files are needed.
         spec = find_spec(self.distribution.replace("-", "_"))
         if spec is None:
-            raise MissingExtraError(
-                f"This embedded corpus needs the package {self.distribution}, which is not installed. Run "
-                f"{install_command('corpora')}, or pass --dataset_name with data of your own."
-            )
+            how = f"Run {install_command('corpora')}, or pass your own data by --dataset_name."
+            raise MissingExtraError(f"This embedded corpus needs the package {self.distribution}. {how}")
         return Path(spec.submodule_search_locations[0]) / self.data_path
 
     def version(self) -> str:

@@ -1,13 +1,15 @@
 """Command-line arguments that name the data and determine how it becomes packed sequences."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from ..runtime.names import check_choices
+from .collators import DataCollatorForPackedRows
 from .documents import load_documents
 from .encoding import ConversationEncoder
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
@@ -15,44 +17,43 @@ from .sources import name_eval_sets
 
 
 @dataclass
-class SourceArguments:
+class ReadingArguments:
+    """Names of the data, how they are read, and which part of them validates."""
+
+    dataset_name: list[str] = HfArg(
+        default_factory=lambda: ["embedded"],
+        help="One or more of embedded[:part], a file, a glob, a directory, a Hub id "
+        "(name:config[split]@revision), or a file on the Hub (owner/name:file.jsonl).",
+    )
+    eval_dataset_name: list[str] | None = HfArg(
+        default=None,
+        help="One or more names of validation data, used whole. The run then trains on all of --dataset_name.",
+    )
+    validation_fraction: float = HfArg(
+        default=0.01,
+        help="Share of documents for validation without --eval_dataset_name, chosen by a hash of the text or "
+        "first question.",
+    )
+    max_rejected_ratio: float = HfArg(default=0.01, help="Largest share of bad lines; rejected.jsonl lists them.")
+    encoding: str = HfArg(default="utf-8", help="Encoding of the files, e.g. gb18030.")
+
+
+@dataclass
+class SourceArguments(ReadingArguments):
     """Data to train on: preferences, unless a subclass reads other records."""
 
     # Subclasses make flags of them.
     text_column = "text"
     chat_template = cast("str | None", None)
     streaming = False
+    whole_files = False
 
-    dataset_name: list[str] = field(
-        default_factory=lambda: ["embedded"],
-        metadata={
-            "help": "One or more of embedded[:part], a file, a glob, a directory, a Hub id "
-            "(name:config[split]@revision), or a file on the Hub (owner/name:file.jsonl)."
-        },
+    dataset_weights: list[float] | None = HfArg(
+        default=None, help="Sampling weight of each dataset. Without weights, the run concatenates them."
     )
-    dataset_weights: list[float] | None = field(
-        default=None, metadata={"help": "Sampling weight of each dataset. Without weights, the run concatenates them."}
-    )
-    eval_dataset_name: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "One or more names of validation data, used whole. The run then trains on all of --dataset_name."
-        },
-    )
-    validation_fraction: float = field(
-        default=0.01,
-        metadata={
-            "help": "Share of documents for validation without --eval_dataset_name, chosen by a hash of the text or "
-            "first question."
-        },
-    )
-    train_fraction: float = field(default=1.0, metadata={"help": "Share of the training documents to use."})
-    num_proc: int | None = field(
-        default=None,
-        metadata={"help": "Number of processes that read and tokenize large data; by default one per core, up to 8."},
-    )
-    max_rejected_ratio: float = field(
-        default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
+    train_fraction: float = HfArg(default=1.0, help="Share of the training documents to use.")
+    num_proc: int | None = HfArg(
+        default=None, help="Number of processes that read and tokenize large data; by default one per core, up to 8."
     )
 
     @property
@@ -60,7 +61,7 @@ class SourceArguments:
         """Name of the records in messages to users: the plural of their schema, or `text`."""
         return "preferences"
 
-    def load_documents(
+    def load_sets(
         self, training_args: TrainingArguments, *, keep_rejected: bool = True, is_evaluation: bool = False
     ) -> tuple[Dataset | IterableDataset, dict[str, Dataset]]:
         """
@@ -74,36 +75,26 @@ class SourceArguments:
             is_evaluation (`bool`, defaults to `False`): return an empty training set.
 
         Raises:
-            `ValueError`: in the cases of [`~data.documents.load_documents`].
+            `UserError`: in the cases of [`~data.documents.load_documents`].
         """
         # Every rank reads the data, but only one may write the file that lists the bad lines.
-        keeps = training_args.process_index == 0 and keep_rejected
+        directory = Path(training_args.output_dir) if keep_rejected and training_args.process_index == 0 else None
         reading: dict[str, Any] = {"schema": self.kind_name.removesuffix("s"), "text_column": self.text_column}
+        reading |= {"encoding": self.encoding, "whole_files": self.whole_files}
         reading |= {"num_proc": self.num_proc, "max_rejected_ratio": self.max_rejected_ratio}
-
-        def rejected_path(name: str) -> Path | None:
-            return Path(training_args.output_dir, name) if keeps else None
-
-        # An evaluation may take the training data, too.
-        train_names = [] if is_evaluation else self.dataset_name
         validation: dict[str, Any] = {}
-        for label, name in name_eval_sets(self.eval_dataset_name, train_names).items():
-            path = rejected_path(f"rejected-eval{label and '-'}{label}.jsonl")
+        # An evaluation may take the training data, too.
+        for label, name in name_eval_sets(self.eval_dataset_name, [] if is_evaluation else self.dataset_name).items():
+            path = directory and directory / f"rejected-eval{label and '-'}{label}.jsonl"
             # Without a fraction for validation, the training set is the whole set.
             validation[label], _ = load_documents([name], validation_fraction=0.0, rejected_path=path, **reading)
         if validation and is_evaluation:
             return next(iter(validation.values())).select([]), validation
-        train, split = load_documents(
-            self.dataset_name,
-            weights=self.dataset_weights,
-            streaming=self.streaming,
-            validation_fraction=0.0 if validation else self.validation_fraction,
-            train_fraction=self.train_fraction,
-            seed=training_args.seed,
-            rejected_path=rejected_path("rejected.jsonl"),
-            is_evaluation=is_evaluation,
-            **reading,
-        )
+        reading |= {"weights": self.dataset_weights, "streaming": self.streaming, "is_evaluation": is_evaluation}
+        reading |= {"train_fraction": self.train_fraction, "seed": training_args.seed}
+        reading["validation_fraction"] = 0.0 if validation else self.validation_fraction
+        path = directory and directory / "rejected.jsonl"
+        train, split = load_documents(self.dataset_name, rejected_path=path, **reading)
         # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
         # An evaluation gets an empty training set, which is no stream.
         if isinstance(train, IterableDataset):
@@ -115,29 +106,23 @@ class SourceArguments:
 class DataArguments(SourceArguments):
     """Text to train on, and its packing into sequences."""
 
-    streaming: bool = field(default=False, metadata={"help": "Read the data while training; needs --max_steps."})
-    text_column: str = field(default="text", metadata={"help": "Column or JSON field that holds the text."})
-    max_length: int = field(default=512, metadata={"help": "Number of tokens per packed sequence."})
-    packing: str = field(
+    streaming: bool = HfArg(default=False, help="Read the data while training; needs --max_steps.")
+    text_column: str = HfArg(default="text", help="Column or JSON field that holds the text.")
+    whole_files: bool = HfArg(default=False, help="A .txt or .md file is one document.")
+    max_length: int = HfArg(default=512, help="Number of tokens per packed sequence.")
+    packing: str = HfArg(
         default="bfd",
-        metadata={
-            "help": "How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
-            "choices": PACKING_STRATEGIES,
-        },
+        help="How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
+        metadata={"choices": PACKING_STRATEGIES},
     )
 
     def __post_init__(self):
         # Packing raises this error, too, but only after the tokenizer is trained.
         check_choices(self)
 
-    @property
-    def row_length(self) -> int | None:
-        """
-        Length in tokens of every packed sequence; `None` if each row holds one document.
-
-        If all batches have one length, torch.compile compiles each graph only once.
-        """
-        return None if self.packing == "none" else self.max_length
+    def make_collator(self, tokenizer: PreTrainedTokenizerFast) -> DataCollatorForPackedRows:
+        """Return a collator that gives all packed sequences one length: torch.compile compiles anew for each other."""
+        return DataCollatorForPackedRows(tokenizer.pad_token_id, None if self.packing == "none" else self.max_length)
 
     @property
     def kind_name(self) -> str:
@@ -147,7 +132,7 @@ class DataArguments(SourceArguments):
         """Return the encoder of conversations, with a seed for its draws; `None` for text."""
         return None
 
-    def prepare_rows(
+    def pack(
         self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast, *, seed: int | None = None
     ) -> tuple[Dataset | IterableDataset | None, PackingReport | None]:
         """

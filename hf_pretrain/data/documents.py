@@ -14,35 +14,30 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, Value
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
+from ..runtime.bounds import check_bounds
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
+from ..runtime.names import public_name
 from .caching import cache_key, count_processes
-from .conversations import SCHEMAS, first_question
+from .conversations import first_question
 from .corpora import EMBEDDED_CORPORA
-from .formats import BadRecord, drop_padding, parse_json, read_text
+from .formats import BadRecord, drop_padding
 from .hub_datasets import load_hub_dataset
+from .records import Record, check_record
 from .rejected import RATIO_INTERVAL, RejectedLines
 from .sources import EMBEDDED_SOURCES, find_sources, read_source
 
 
-# A record of a source, as JSON text, or its fault.
-RECORD_FEATURES = Features(
-    {"source": Value("string"), "line": Value("int64"), "content": Value("string"), "fault": Value("string")}
-)
-# A good row has `text`, and `origin` if the split hashes something other than the text. A bad row has an empty text,
-# its position and a reason.
-ROW_FEATURES = Features(
-    {
-        "text": Value("string"),
-        "origin": Value("string"),
-        "source": Value("string"),
-        "line": Value("int64"),
-        "reason": Value("string"),
-    }
-)
-DOCUMENT_FEATURES = Features({"text": Value("string"), "origin": Value("string")})
+_TEXT, _NUMBER = Value("string"), Value("int64")
+# A line of a source: a record as JSON text, or its fault.
+LINE_FEATURES = Features({"source": _TEXT, "line": _NUMBER, "content": _TEXT, "fault": _TEXT})
+DOCUMENT_FEATURES = Features({"text": _TEXT, "origin": _TEXT})
+# A good record has `text`, and `origin` if the split hashes something other than the text. A bad one has an empty
+# text, its position and a reason.
+RECORD_FEATURES = Features({**DOCUMENT_FEATURES, "source": _TEXT, "line": _NUMBER, "reason": _TEXT})
 # The validation set of a stream comes from this many documents at its start.
 VALIDATION_SCAN = 50_000
 
@@ -61,6 +56,7 @@ def load_documents(
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     is_evaluation: bool = False,
+    **files: Any,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
     Load the training set and the validation set.
@@ -93,35 +89,37 @@ def load_documents(
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
             reason.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
+        files: `encoding` and `whole_files`, as in [`~data.formats.read_file`].
 
     Returns:
         `tuple`: training set and validation set, each with the single column `text`.
 
     Raises:
-        `ValueError`: if a name leads to no data or only to bad data, a file cannot be read, too many lines are bad, or
+        `UserError`: if a name leads to no data or only to bad data, a file cannot be read, too many lines are bad, or
             an argument is out of range.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    _check_arguments(dataset_names, weights, validation_fraction, train_fraction)
+    check_bounds({"validation_fraction": validation_fraction, "train_fraction": train_fraction})
+    check_bounds({"dataset_weights": weights})
+    if weights is not None and len(weights) != len(dataset_names):
+        raise UserError(f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each name.")
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
-    column = text_column if schema == "text" else None
-    rows = [_load_rows(name, schema, column, streaming, num_proc) for name in dataset_names]
-    parts = [_keep_documents(part, rejected) for part in rows]
+    how = {"schema": schema, "text_column": text_column if schema == "text" else None}
+    records = [_load_records(name, how, files, streaming, num_proc) for name in dataset_names]
+    parts = [_keep_documents(part, rejected) for part in records]
     # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
     heads = _read_heads(dataset_names, parts, VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL, rejected)
-    validation = datasets.concatenate_datasets(
-        [split_documents(head, 0.0, validation_fraction, num_proc) for head in heads]
-    )
+    validation = concatenate_datasets([split_documents(head, 0.0, validation_fraction, num_proc) for head in heads])
     if is_evaluation:
         return validation.select([]), validation
     # The training set gets the hashes above the hashes of the validation set. By default, `stop` must be exactly 1.0:
     # a rounded sum below 1.0 could drop a document.
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
-    train, passes = _mix(list(zip(dataset_names, parts, strict=True)), weights, seed)
+    train, passes = _mix(dataset_names, parts, weights, seed)
     # Every dataset derived from a stream inherits this text. A resumed run compares it with the one in its checkpoint.
-    described = str(([part.info.description for part in rows], weights, validation_fraction, train_fraction))
+    described = str(([part.info.description for part in records], weights, validation_fraction, train_fraction))
     if not streaming:
         share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
         skipped = f"{rejected.num_rejected:,} bad lines skipped" if rejected.num_rejected else ""
@@ -137,7 +135,7 @@ def _read_heads(
     Return the documents that the validation set comes from: all of a dataset, and the first `scan` of a stream.
 
     Raises:
-        `ValueError`: if a name leads to no document, or if too many lines are bad.
+        `UserError`: if a name leads to no document, or if too many lines are bad.
     """
     # The run reads these documents again: training filters the whole stream by the same hash.
     heads = []
@@ -150,80 +148,69 @@ def _read_heads(
     return heads
 
 
-def _check_arguments(
-    dataset_names: list[str],
-    weights: list[float] | None,
-    validation_fraction: float,
-    train_fraction: float,
-) -> None:
-    """Raise `ValueError` for arguments of [`load_documents`] that are out of range."""
-    if weights is not None and not (
-        len(weights) == len(dataset_names) and all(0 < weight < float("inf") for weight in weights)
-    ):
-        raise UserError(
-            f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each dataset name."
-        )
-    if not 0 <= validation_fraction < 1:
-        raise UserError(
-            f"validation_fraction={validation_fraction} must be at least 0 and below 1. To evaluate on all data, pass "
-            "--eval_dataset_name."
-        )
-    if not 0 < train_fraction <= 1:
-        raise UserError(f"train_fraction={train_fraction} must be above 0 and at most 1.")
-
-
 def _mix(
-    parts: list[tuple[str, Dataset | IterableDataset]], weights: list[float] | None, seed: int
+    names: list[str], parts: list[Dataset | IterableDataset], weights: list[float] | None, seed: int
 ) -> tuple[Dataset | IterableDataset, str]:
     """Concatenate named datasets, or mix them by weight; also return how often a pass reads each part of a mixture."""
-    documents = [part for _, part in parts]
-    for name, part in parts:
+    for name, part in zip(names, parts, strict=True):
         if isinstance(part, Dataset) and len(part) == 0:
-            raise UserError(
-                f"validation_fraction and train_fraction leave no document of {name} to train on. Lower the first, "
-                "raise the second, or add data."
-            )
+            raise UserError(f"validation_fraction and train_fraction leave no document of {name}. Lower the first.")
     if weights is None or len(parts) == 1:
-        return datasets.concatenate_datasets(documents), ""
+        return concatenate_datasets(parts), ""
     shares = [weight / sum(weights) for weight in weights]
     # `all_exhausted` samples until every dataset has been read in full.
-    train = datasets.interleave_datasets(documents, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
+    train = datasets.interleave_datasets(parts, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
     if isinstance(train, IterableDataset):
         return train, ""
-    often = [len(train) * share / len(part) for part, share in zip(documents, shares, strict=True)]
-    times = [f"{name} {number:.1f} times" for (name, _), number in zip(parts, often, strict=True)]
+    often = [len(train) * share / len(part) for part, share in zip(parts, shares, strict=True)]
+    times = [f"{public_name(name)} {number:.1f} times" for name, number in zip(names, often, strict=True)]
     return train, f"a pass reads {', '.join(times)}"
 
 
-def _load_rows(
-    name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
+def _load_records(
+    name: str, how: dict[str, Any], files: dict[str, Any], streaming: bool, num_proc: int | None
 ) -> Dataset | IterableDataset:
-    """Load the rows of one name, with the columns of `ROW_FEATURES`. Rows are cached unless streamed."""
+    """Load the checked records of one name, with the columns of `RECORD_FEATURES`. They are cached unless streamed."""
     sources = find_sources(name)
-    if sources is None:
-        return _load_hub_rows(name, schema, text_column, streaming, num_proc)
-    how = {"schema": schema, "text_column": text_column}
-    states = [(source, _file_state(source)) for source in sources]
-    reading: dict[str, Any] = {"features": RECORD_FEATURES, "gen_kwargs": {"states": states, **how}}
-    parsing: dict[str, Any] = {"batched": True, "fn_kwargs": how, "features": ROW_FEATURES}
-    parsing["remove_columns"] = list(RECORD_FEATURES)
+    states = [(source, _file_state(source)) for source in sources or []]
+    if states:
+        lines = _load_lines(name, states, how | files, streaming)
+    else:
+        lines = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
+    # Some streams learn their columns only from the first record.
+    columns = lines.column_names or list(next(iter(lines), ()))
+    if not columns:
+        raise UserError(f"{name} holds no record. Check the name, its configuration and its split.")
+    text_column = how["text_column"]
+    if not states and text_column is not None and text_column not in columns:
+        raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
+    # A resumed run compares this text of a stream. A digest of the files would need to read them.
+    names_and_sizes = [(Path(source).name, size) for source, (size, _) in states] or name
+    lines.info.description = str([how, files, names_and_sizes]) if streaming else ""
+    hub_name = None if states else name
+    checking: dict[str, Any] = {"fn_kwargs": {"hub_name": hub_name, "types": lines.features, **how}}
+    checking |= {"features": RECORD_FEATURES, "remove_columns": columns}
+    if isinstance(lines, Dataset):
+        checking["num_proc"] = count_processes(len(lines), num_proc)
+        checking["new_fingerprint"] = cache_key(lines._fingerprint, how, hub_name)
+    return lines.map(_check_lines, batched=True, with_indices=True, **checking)
+
+
+def _load_lines(
+    name: str, states: list[tuple[str, tuple[int, int | str]]], how: dict[str, Any], streaming: bool
+) -> Dataset | IterableDataset:
+    """Load the lines of files and embedded parts, with the columns of `LINE_FEATURES`."""
+    reading: dict[str, Any] = {"features": LINE_FEATURES, "gen_kwargs": {"states": states, **how}}
     if streaming:
-        stream = IterableDataset.from_generator(_read_records, **reading).map(_parse_records, **parsing)
-        # A resumed run compares this text, too. Names and sizes identify the files; a digest would need to read them.
-        stream.info.description = str([how, *((Path(source).name, size) for source, (size, _) in states)])
-        return stream
+        return IterableDataset.from_generator(_read_lines, **reading)
     announce(f"reading {name}")
+    # A file may change and keep its size and its time.
+    contents = [(source, state if source in EMBEDDED_SOURCES else _digest_file(source)) for source, state in states]
     try:
-        records = Dataset.from_generator(_read_records, **reading, fingerprint=cache_key(how, states))
+        return Dataset.from_generator(_read_lines, **reading, fingerprint=cache_key(how, contents))
     except datasets.exceptions.DatasetGenerationError as error:
         # `datasets` wraps every error of the generator. Users should see only the message inside.
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
-    return records.map(
-        _parse_records,
-        **parsing,
-        num_proc=count_processes(len(records), num_proc),
-        new_fingerprint=cache_key(records._fingerprint, how),
-    )
 
 
 def _file_state(source: str) -> tuple[int, int | str]:
@@ -234,114 +221,68 @@ def _file_state(source: str) -> tuple[int, int | str]:
     return status.st_size, status.st_mtime_ns
 
 
-def _read_records(
-    states: list[tuple[str, tuple[int, int | str]]], schema: str, text_column: str | None
-) -> Iterator[dict[str, Any]]:
+def _digest_file(source: str) -> str:
+    """Return a digest of the bytes of a file."""
+    with open(source, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _read_lines(states: list[tuple[str, tuple[int, int | str]]], **how: Any) -> Iterator[dict[str, Any]]:
     """
-    Yield the records of embedded parts and files.
+    Yield the lines of embedded parts and files.
 
     Raises:
-        `ValueError`: if a file has changed since the run began.
+        `UserError`: if a file has changed since the run began.
     """
     for source, state in states:
         line = 0
-        for line, content in read_source(source, schema=schema, text_column=text_column):
-            if isinstance(content, BadRecord):
-                yield {"source": source, "line": line, "content": None, "fault": content.reason}
-            else:
-                yield {"source": source, "line": line, "content": content, "fault": None}
+        for line, content in read_source(source, **how):
+            fault = content.reason if isinstance(content, BadRecord) else None
+            yield {"source": source, "line": line, "content": content if fault is None else None, "fault": fault}
         if line == 0:
             raise UserError(f"{source} holds no record. Remove it or write it again.")
-        # Its rows would be a mixture of two versions, and other ranks or later epochs would read others.
+        # Its records would be a mixture of two versions, and other ranks or later epochs would read others.
         if _file_state(source) != state:
-            raise UserError(
-                f"{source} changed while this run was reading it. Start again. If a program still writes to the file, "
-                "use a copy."
-            )
+            raise UserError(f"{source} changed while this run was reading it. Start again, or read a copy.")
 
 
-def _parse_records(batch: dict[str, list], schema: str, text_column: str | None) -> dict[str, list]:
-    """Make rows from a batch of records."""
-    rows = []
-    for source, line, content, fault in zip(*(batch[name] for name in RECORD_FEATURES), strict=True):
-        # The text of an embedded document is in `text`, whatever column the text of other documents is in.
-        column = text_column if source not in EMBEDDED_SOURCES else "text"
-        rows.append(_make_row(source, line, content if fault is None else BadRecord(fault), schema, column))
-    return {column: [row[column] for row in rows] for column in ROW_FEATURES}
-
-
-def _load_hub_rows(
-    name: str, schema: str, text_column: str | None, streaming: bool, num_proc: int | None
-) -> Dataset | IterableDataset:
-    """Load the rows of a Hub dataset `name:config[split]@revision`."""
-    records = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
-    # Some streams learn their columns only from the first record.
-    columns = records.column_names or list(next(iter(records), ()))
-    if not columns:
-        raise UserError(f"{name} holds no record. Check the name, its configuration and its split.")
-    if text_column is not None and text_column not in columns:
-        raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
-    how = (name, schema, text_column)
-    parsing: dict[str, Any] = {}
-    if not streaming:
-        parsing["num_proc"] = count_processes(len(records), num_proc)
-        parsing["new_fingerprint"] = cache_key(records._fingerprint, *how)
-    rows = records.map(
-        _check_records,
-        batched=True,
-        with_indices=True,
-        fn_kwargs={"name": name, "schema": schema, "text_column": text_column, "types": records.features},
-        features=ROW_FEATURES,
-        remove_columns=columns,
-        **parsing,
-    )
-    rows.info.description = str(how)
-    return rows
-
-
-def _check_records(
-    batch: dict[str, list], indices: list[int], name: str, schema: str, text_column: str | None, types: Features | None
+def _check_lines(
+    batch: dict[str, list], indices: list[int], hub_name: str | None, types: Features | None, **how: Any
 ) -> dict[str, list]:
-    """Make rows from a batch of Hub records, whose columns have the given types."""
-    rows = []
-    for place, index in enumerate(indices):
-        record = drop_padding({column: values[place] for column, values in batch.items()}, types)
-        rows.append(_make_row(name, index + 1, record, schema, text_column))
-    return {column: [row[column] for row in rows] for column in ROW_FEATURES}
-
-
-def _make_row(
-    source: str, line: int, content: str | dict | BadRecord, schema: str, text_column: str | None
-) -> dict[str, Any]:
-    """Make one row: the text of a good record, parsed or as JSON, or the position of a bad one with the reason."""
-    try:
-        record = content if isinstance(content, dict) else parse_json(content)
-        if schema == "text":
-            text = read_text(record, text_column=text_column)
-            # The split hashes the text of documents that are not embedded.
-            origin = record["origin"] if source in EMBEDDED_SOURCES else None
+    """Check a batch of lines; or of rows of a Hub dataset, whose columns have the given types."""
+    rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+    records: list[tuple] = []
+    for index, row in zip(indices, rows, strict=True):
+        if hub_name is not None:
+            record = check_record(hub_name, index + 1, drop_padding(row, types), **how)
         else:
-            text = SCHEMAS[schema](record)
-            origin = first_question(text)
-        return {"text": text, "origin": origin, "source": None, "line": None, "reason": None}
-    except BadRecord as error:
-        return {"text": "", "origin": None, "source": source, "line": line, "reason": error.reason}
+            content = row["content"] if row["fault"] is None else BadRecord(row["fault"])
+            record = check_record(row["source"], row["line"], content, **how)
+        if record.reason:
+            records.append(("", None, record.source, record.line, record.reason))
+        else:
+            records.append((record.text, _find_origin(record), None, None, None))
+    return dict(zip(RECORD_FEATURES, map(list, zip(*records, strict=True)), strict=True))
 
 
-def _keep_documents(rows: Dataset | IterableDataset, rejected: RejectedLines) -> Dataset | IterableDataset:
-    """Return the documents among rows, and record the others as rejected."""
-    if isinstance(rows, IterableDataset):
+def _find_origin(record: Record) -> str | None:
+    """Return the text that the split hashes in place of the document; `None` for a text that is not embedded."""
+    if record.schema != "text":
+        return first_question(record.text)
+    return record.content["origin"] if record.source in EMBEDDED_SOURCES else None
+
+
+def _keep_documents(records: Dataset | IterableDataset, rejected: RejectedLines) -> Dataset | IterableDataset:
+    """Return the documents among checked records, and record the others as rejected."""
+    if isinstance(records, IterableDataset):
         # `keep` counts bad lines while the run reads the stream, so too many of them can also stop a run late.
-        return rows.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES))
-    # Read the column from Arrow: a Python loop over all rows would take minutes for large data.
-    # A row is bad if its reason is not null. An empty dataset has no chunks.
-    is_bad = np.concatenate([chunk.is_valid() for chunk in rows.data.column("reason").chunks] or [[]]).astype(bool)
-    rejected.num_lines += len(rows)
-    # `[:]` reads all bad rows at once, which is faster than iterating over them.
-    bad = rows.select(np.flatnonzero(is_bad))[:]
-    for source, line, reason in zip(bad["source"], bad["line"], bad["reason"], strict=True):
-        rejected.add(source, line, reason)
-    documents = rows.select_columns(list(DOCUMENT_FEATURES))
+        return records.filter(rejected.keep).select_columns(list(DOCUMENT_FEATURES))
+    # Read the column from Arrow: a Python loop over all records would take minutes for large data.
+    is_bad = pc.is_valid(records.data.column("reason")).to_numpy()
+    rejected.num_lines += len(records)
+    for line in records.select(np.flatnonzero(is_bad)).to_list():
+        rejected.add(line["source"], line["line"], line["reason"])
+    documents = records.select_columns(list(DOCUMENT_FEATURES))
     # A selection reads through a table of indices, which is slower. Data without bad lines do not need one.
     return documents.select(np.flatnonzero(~is_bad)) if is_bad.any() else documents
 

@@ -8,9 +8,6 @@ import hashlib
 import json
 from typing import Any
 
-from ..runtime.errors import UserError
-from .messages import make_message
-
 
 SYSTEM_MESSAGES = (
     "You are a helpful assistant. Answer briefly and correctly.",
@@ -40,12 +37,4 @@ def add_system_message(
     if tools or messages[0]["role"] == "system" or draw(seed, "system", messages) >= ratio:
         return messages
     number = int(draw(seed, "which system message", messages) * len(SYSTEM_MESSAGES))
-    return [make_message("system", SYSTEM_MESSAGES[number]), *messages]
-
-
-def check_ratio(flag: str, ratio: float | None, enable_thinking: bool | None = None) -> None:
-    """Raise `UserError` for a ratio outside [0, 1], or for one beside a fixed `--enable_thinking`."""
-    if ratio is not None and not 0 <= ratio <= 1:
-        raise UserError(f"{flag} {ratio} must be between 0 and 1.")
-    if ratio is not None and enable_thinking is not None:
-        raise UserError(f"{flag} {ratio} and --enable_thinking contradict each other. Pass only one of them.")
+    return [{"role": "system", "content": SYSTEM_MESSAGES[number]}, *messages]

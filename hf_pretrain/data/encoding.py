@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
-from ..tokenizer.chat_template import render_guarded
-from ..tokenizer.control_tokens import encode_rendered, thinking_variables
+from ..tokenizer.chat_template import check_is_whole
+from ..tokenizer.control_tokens import encode_rendered, render_guarded, thinking_variables
 from .draws import add_system_message, draw
 
 
@@ -58,7 +58,7 @@ class ConversationEncoder:
             conversation. The loss ignores the weight of the first token, because no token comes before it.
 
         Raises:
-            `ValueError`: if the template cannot render a conversation.
+            `UserError`: if the template cannot render a conversation.
         """
         encoded: dict[str, list] = {"input_ids": [], "loss_mask": [], "num_tokens_cut": []}
         for text in texts:
@@ -96,10 +96,10 @@ class ConversationEncoder:
         if self.empty_think_ratio is None or "enable_thinking" in kwargs:
             return {}
         if draw(self.seed, "empty thought", text) >= self.empty_think_ratio:
-            return {"drops_empty_thoughts": True}
-        # A template without empty thoughts by default writes them with this variable, but then leaves out the others.
+            return {"empty_thoughts": False}
+        # This variable would leave out the thoughts of a conversation that has some.
         has_thought = any("reasoning_content" in message for message in messages)
-        return {} if has_thought else thinking_variables(False)
+        return {"empty_thoughts": True} if has_thought else thinking_variables(False)
 
 
 def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None) -> np.ndarray:
@@ -111,7 +111,7 @@ def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None)
         answer_weights (`list[float]`, *optional*): a weight for each message of the assistant.
 
     Raises:
-        `ValueError`: if the template does not mark one text for each of these messages.
+        `UserError`: if the template does not mark one text for each of these messages.
     """
     if answer_weights is None:
         return np.ones(len(is_generated), np.float32)
@@ -119,8 +119,7 @@ def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None)
     if starts.sum() != len(answer_weights):
         raise UserError(
             f"The chat template marks {starts.sum()} texts of the assistant in a conversation with "
-            f"{len(answer_weights)} messages of the assistant, so their weights cannot be assigned. Pass a template "
-            "with one {% generation %} mark for each message by --chat_template, or remove the weights."
+            f"{len(answer_weights)} messages. Mark each by {{% generation %}}, or remove the weights of messages."
         )
     return np.where(is_generated, np.array(answer_weights, np.float32)[np.cumsum(starts) - 1], np.float32(1))
 
@@ -130,7 +129,7 @@ def encode_conversation(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None = None,
     *,
-    drops_empty_thoughts: bool = False,
+    empty_thoughts: bool | None = None,
     **chat_template_kwargs: Any,
 ) -> tuple[list[int], list[bool]]:
     """
@@ -140,26 +139,34 @@ def encode_conversation(
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
         messages (`list[dict]`): the conversation in the internal form.
         tools (`list[dict]`, *optional*): JSON schemas of the available tools.
-        drops_empty_thoughts (`bool`, defaults to `False`): remove the empty thoughts that the template writes.
+        empty_thoughts (`bool`, *optional*): remove the empty thoughts that the template writes, or put one in front of
+            each answer without a thought; by default the template decides.
         chat_template_kwargs: further variables of the template.
 
     Returns:
         `tuple[list[int], list[bool]]`: token ids, and for each id whether the assistant generates it.
 
     Raises:
-        `ValueError`: in the cases of [`~tokenizer.chat_template.render_guarded`].
+        `UserError`: if the template fails, or leaves out a part of the conversation.
     """
-    rendered, spans = render_guarded(tokenizer, messages, tools, chat_template_kwargs)
+    rendered, spans = render_guarded(tokenizer, messages, tools, **chat_template_kwargs)
+    has_thoughts = bool(chat_template_kwargs.get("enable_thinking", True))
+    check_is_whole(tokenizer, rendered, messages, has_thoughts=has_thoughts)
     # (num_spans, 2): start and end of each text that the assistant generates, in characters
     # Without spans, the array is empty, and only `reshape` gives it two columns.
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    if drops_empty_thoughts:
+    if empty_thoughts is not None:
         # Each edge moves by the empty thoughts before it.
         starts = [match.start() for match in re.finditer(EMPTY_THOUGHT, rendered)]
         edges -= len(EMPTY_THOUGHT) * np.searchsorted(starts, edges)
         rendered = rendered.replace(EMPTY_THOUGHT, "")
-    ids, offsets = encode_rendered(tokenizer, rendered)
+    if empty_thoughts:
+        starts = [start for start, _ in edges.tolist() if not rendered.startswith("<think>", start)]
+        edges += len(EMPTY_THOUGHT) * np.searchsorted(starts, edges, side="right")
+        for start in reversed(starts):
+            rendered = rendered[:start] + EMPTY_THOUGHT + rendered[start:]
+    ids, starts = encode_rendered(tokenizer, rendered, edges[:, 0].tolist())
     # A token belongs to the span that contains its first character.
-    span = np.searchsorted(edges[:, 0], [start for start, _ in offsets], side="right") - 1
+    span = np.searchsorted(edges[:, 0], starts, side="right") - 1
     ends = np.append(edges[:, 1], 0)  # index -1: before the first span, where nothing is generated
-    return ids, [start < ends[i] for (start, _), i in zip(offsets, span.tolist(), strict=True)]
+    return ids, (np.array(starts) < ends[span]).tolist()

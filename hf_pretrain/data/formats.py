@@ -5,6 +5,7 @@ A record that cannot become a document is a [`BadRecord`]. Its reason says what 
 not depend on the line, so that equal faults can be counted together.
 """
 
+import codecs
 import csv
 import datetime
 import io
@@ -23,7 +24,9 @@ from datasets import Json
 from ..runtime.errors import UserError
 
 
-EXTENSIONS = (".jsonl", ".json", ".txt", ".parquet", ".csv")
+EXTENSIONS = (".jsonl", ".json", ".txt", ".md", ".parquet", ".csv")
+# Files without records.
+TEXT_EXTENSIONS = (".txt", ".md")
 COMPRESSIONS = (".gz", ".zst")
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -145,56 +148,63 @@ def drop_padding(record: dict[str, Any], features: Any = None) -> dict[str, Any]
 
 def file_format(path: Path) -> str | None:
     """Return the member of `EXTENSIONS` that a file's name ends in, also before a compression's ending, or `None`."""
-    name = path.name.lower()
-    for compression in COMPRESSIONS:
-        # Parquet compresses itself.
-        if name.endswith(compression) and not name.endswith(f".parquet{compression}"):
-            name = name.removesuffix(compression)
-    return next((extension for extension in EXTENSIONS if name.endswith(extension)), None)
+    name = Path(path.name.lower())
+    # Parquet compresses itself.
+    if name.suffix in COMPRESSIONS and name.with_suffix("").suffix != ".parquet":
+        name = name.with_suffix("")
+    return name.suffix if name.suffix in EXTENSIONS else None
 
 
-def read_file(path: Path, *, text_column: str | None) -> Iterator[tuple[int, str | BadRecord]]:
+def read_file(
+    path: Path, *, text_column: str | None, encoding: str = "utf-8", whole_files: bool = False
+) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file as JSON text, each with its number.
 
     Args:
         path (`Path`): a file with a [`file_format`].
-        text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a `.txt` file.
-            Without it, records have all columns, and a `.txt` file is refused.
+        text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a file of plain
+            text. Without it, records have all columns, and plain text is refused.
+        encoding (`str`, defaults to `"utf-8"`): encoding of a file without a byte order mark.
+        whole_files (`bool`, defaults to `False`): make one record of a file of plain text, not one per paragraph.
 
     Yields:
         `tuple[int, str | BadRecord]`: the number of the record's first line, or of its row in a JSON array or parquet
         file, counted from 1; and the JSON text, which a line of a JSONL file may hold in broken form.
 
     Raises:
-        `ValueError`: if the file is damaged or has no records of this kind.
+        `UserError`: if the file is damaged or has no records of this kind.
     """
     extension = file_format(path)
-    if extension == ".txt" and text_column is None:
+    if extension in TEXT_EXTENSIONS and text_column is None:
         raise UserError(f"{path} holds plain text, and records are wanted. Write them as JSONL.")
     try:
-        if extension in (".jsonl", ".json"):
-            yield from _read_json_lines(path, may_be_array=extension == ".json")
-            return
-        records: Iterator[tuple[int, Any]]
+        records: Iterator[tuple[int, str | BadRecord]]
         if extension == ".parquet":
-            records = enumerate(_read_parquet(path, text_column), start=1)
+            records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
         elif extension == ".csv":
-            records = _read_csv(path)
+            records = _read_csv(path, encoding)
+        elif extension in TEXT_EXTENSIONS:
+            texts = _read_paragraphs(path, encoding, whole_files)
+            records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
-            records = ((number, {text_column: text}) for number, text in _read_paragraphs(path))
-        for number, record in records:
-            yield number, as_json(record)
+            records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
+        for number, content in records:
+            # Only a byte that the encoding lacks has become a surrogate: JSON escapes others.
+            is_wrong = isinstance(content, str) and SURROGATE.search(content)
+            yield number, _wrong_encoding(encoding) if is_wrong else content
+    except BadRecord as error:
+        raise UserError(f"{path}: {error.reason}.") from None
+    except UnicodeError as error:
+        raise UserError(f"{path} is {_wrong_encoding(encoding)}.") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}. Write it again.") from error
 
 
 def as_json(record: Any) -> str | BadRecord:
-    """Return a record as JSON text, or as a `BadRecord` if it is one or holds a value that JSON lacks."""
-    if isinstance(record, BadRecord):
-        return record
+    """Return a record as JSON text, or as a `BadRecord` if it holds a value that JSON lacks."""
     try:
-        # ASCII: halves of surrogate pairs stand for bytes that are not UTF-8, and UTF-8 cannot encode them.
+        # ASCII: UTF-8 cannot encode halves of surrogate pairs.
         return write_json(record, ascii=True)
     except BadRecord as error:
         return error
@@ -213,46 +223,68 @@ def parse_json(content: str | BadRecord) -> Any:
         raise BadRecord(f"JSON that cannot be read: {error}; fix or drop it") from None
 
 
-def _open(path: Path, newline: str | None) -> io.TextIOWrapper:
+def _wrong_encoding(encoding: str) -> BadRecord:
+    """Return the reason for bytes that the encoding does not have."""
+    return BadRecord(f"not {encoding.upper()}; pass the right --encoding, e.g. gb18030 (Chinese Windows)")
+
+
+def _open(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
     """
     Open a file as text, decompressed by the ending of its name. A file that ends early gives an `OSError`.
 
-    `surrogateescape` turns invalid bytes into lone surrogates, which valid UTF-8 never contains.
+    `surrogateescape` turns invalid bytes into lone surrogates, which valid text never contains.
     """
-    return io.TextIOWrapper(pa.input_stream(path), encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    file = io.BufferedReader(pa.input_stream(path))
+    start = file.peek(4)
+    # Also in UTF-8, Excel begins a file with a mark.
+    if start.startswith(codecs.BOM_UTF8):
+        encoding = "utf-8-sig"
+    elif start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"
+    elif re.match(rb"(\0[^\0]){2}|([^\0]\0){2}", start) and not re.match("utf.?(16|32)", encoding.lower()):
+        wanted = "utf-16-be" if start[0] == 0 else "utf-16-le"
+        raise UserError(f"{path} is no {encoding.upper()}. Pass --encoding {wanted}.")
+    try:
+        return io.TextIOWrapper(file, encoding=encoding, errors="surrogateescape", newline=newline)
+    except LookupError:
+        raise UserError(f"--encoding {encoding} is unknown. Use one of Python's, such as gb18030 or utf-16.") from None
 
 
-def _read_json_lines(path: Path, *, may_be_array: bool) -> Iterator[tuple[int, str | BadRecord]]:
+def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterator[tuple[int, str | BadRecord]]:
     """Yield the lines that are not blank, or the elements of an array."""
-    with _open(path, "\n") as file:
-        lines = (
-            (number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1) if line.strip(string.whitespace)
-        )
+    with _open(path, encoding, "\n") as file:
+        numbered = enumerate(file, start=1)
+        lines = ((number, line.rstrip("\r\n")) for number, line in numbered if line.strip(string.whitespace))
         start, first = next(lines, (0, ""))
         if may_be_array and first.lstrip().startswith("["):
-            try:
-                records = parse_json(first + file.read())
-            except BadRecord as error:
-                raise UserError(f"{path}: {error.reason}.") from None
+            text = first + file.read()
+            records = parse_json(_wrong_encoding(encoding) if SURROGATE.search(text) else text)
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
-        for number, line in chain([(start, first)] if first else [], lines):
-            yield number, BadRecord("not UTF-8; convert the file") if SURROGATE.search(line) else line
+        second = next(lines, None)
+        # Programs that print JSON for people begin so.
+        if second and (first.strip() == "[" or (first.strip() == "{" and second[1].lstrip().startswith('"'))):
+            shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
+            raise UserError(f"{path} holds JSON over several lines. Write {shapes}.")
+        yield from chain([(start, first)] if first else [], [second] if second else [], lines)
 
 
-def _read_paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs between blank lines, each with the number of its first line."""
-    with _open(path, None) as file:
+def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[tuple[int, str]]:
+    """Yield the paragraphs between blank lines, each with the number of its first line, or the whole text."""
+    with _open(path, encoding, None) as file:
+        if whole_files:
+            yield 1, file.read()
+            return
         for is_blank, group in groupby(enumerate(file, start=1), lambda numbered: not numbered[1].strip()):
             if not is_blank:
                 numbers, lines = zip(*group, strict=True)
                 yield numbers[0], "".join(lines).removesuffix("\n")
 
 
-def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a CSV file as objects of strings. The first row names the keys."""
+def _read_csv(path: Path, encoding: str) -> Iterator[tuple[int, str | BadRecord]]:
+    """Yield the rows of a CSV file as the JSON of objects of strings. The first row names the keys."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
-    with _open(path, "") as file:
+    with _open(path, encoding, "") as file:
         rows = csv.DictReader(file, strict=True)
         names = rows.fieldnames or []
         if len(set(names)) < len(names):
@@ -262,7 +294,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
             # `DictReader` puts superfluous fields under the key `None`, and fills missing ones with `None`.
             is_whole = None not in row and None not in row.values()
             fault = BadRecord(f"a row without {len(names)} fields like the first row; quote its fields")
-            yield number, row if is_whole else fault
+            yield number, write_json(row) if is_whole else fault
             number = rows.line_num + 1
 
 

@@ -13,16 +13,7 @@ from pathlib import Path
 
 import datasets
 from datasets import Dataset, IterableDataset
-from huggingface_hub import HfApi, hf_hub_download
-
-# NOTE: `HTTPError` is the base class of all errors of the HTTP library, which has another name in each major version.
-from huggingface_hub.errors import (
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub import HfApi, errors, hf_hub_download
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName
@@ -39,24 +30,17 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
         num_proc (`int`, *optional*): number of processes that download and convert the files.
 
     Raises:
-        `ValueError`: if there is no such dataset, configuration, revision or split, or the Hub cannot be reached and
+        `UserError`: if there is no such dataset, configuration, revision or split, or the Hub cannot be reached and
             the cache does not hold it.
     """
     dataset = DatasetName.parse(name)
+    how = {"revision": dataset.revision, "split": dataset.split or "train", "streaming": streaming}
+    # NOTE: `load_dataset` refuses `num_proc` together with streaming.
+    how["num_proc"] = None if streaming else num_proc
     try:
-        records = datasets.load_dataset(
-            dataset.repo_id,
-            dataset.config,
-            revision=dataset.revision,
-            split=dataset.split or "train",
-            streaming=streaming,
-            # NOTE: `load_dataset` refuses `num_proc` together with streaming.
-            num_proc=None if streaming else num_proc,
-        )
+        records = datasets.load_dataset(dataset.repo_id, dataset.config, **how)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{name!r} is no file here, and could not be loaded from the Hub (as name:config[split]@revision): {error}"
-        ) from error
+        raise UserError(f"{name!r} is no file here, and could not be loaded from the Hub: {error}") from error
     if dataset.revision is not None:
         _check_revision(name, dataset)
     return records
@@ -64,7 +48,7 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
 
 def _check_revision(name: str, dataset: DatasetName) -> None:
     """
-    Raise `ValueError` if another revision of a dataset was loaded.
+    Raise `UserError` if another revision of a dataset was loaded.
 
     NOTE: `datasets` falls back to the newest entry of its cache, of any revision, if the Hub cannot be reached or a
     revision cannot be read. It only warns.
@@ -72,13 +56,10 @@ def _check_revision(name: str, dataset: DatasetName) -> None:
     loaded = datasets.load_dataset_builder(dataset.repo_id, dataset.config, revision=dataset.revision).hash
     try:
         wanted = HfApi().resolve_revision(dataset.repo_id, repo_type="dataset", revision=dataset.revision).resolved
-    except (RevisionResolutionError, OSError, HTTPError):
+    except (errors.RevisionResolutionError, OSError, errors.HTTPError):
         wanted = None
     if loaded != wanted:
-        raise UserError(
-            f"{name!r} could not be loaded from the Hub, and the newest copy in the cache is of another revision, "
-            f"{loaded}. Check the connection, HF_HUB_OFFLINE and HF_ENDPOINT, or ask for that revision."
-        )
+        raise UserError(f"{name!r} could not be loaded from the Hub. The cache holds {loaded}. Check HF_HUB_OFFLINE.")
 
 
 def parse_hub_file(name: str) -> DatasetName | None:
@@ -98,16 +79,17 @@ def download_hub_file(file: DatasetName) -> str:
         file ([`~runtime.names.DatasetName`]): its `config` is the path in the repository.
 
     Raises:
-        `ValueError`: if there is no such repository or file, or the Hub cannot be reached and the file is not in the
+        `UserError`: if there is no such repository or file, or the Hub cannot be reached and the file is not in the
             cache.
     """
     place = f"{file.repo_id}:{file.config}"
     try:
         return hf_hub_download(file.repo_id, str(file.config), repo_type="dataset", revision=file.revision)
-    except RemoteEntryNotFoundError as error:
+    except errors.RemoteEntryNotFoundError as error:
         present = HfApi().list_repo_files(file.repo_id, repo_type="dataset", revision=file.revision)
         raise UserError(f"{place}: the repository has no such file. It holds {', '.join(present)}.") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError) as error:
+    # NOTE: `HTTPError` is the base class of all errors of the HTTP library, which has another name in each version.
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HTTPError) as error:
         raise UserError(
             f"{place} cannot be downloaded: {error.__cause__ or error} Check the name, the revision, the connection, "
             "HF_HUB_OFFLINE and HF_ENDPOINT. Private and gated repositories need `hf auth login`."

@@ -1,12 +1,15 @@
 """Describe data before training: bad lines, lengths, duplicates, and the size of the model that they suffice for."""
 
+import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
@@ -14,21 +17,18 @@ from ..tokenizer.chat_template import mark_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
-from .cleaning import digest
+from .cleaning import text_digest
 from .encoding import encode_conversation
-from .packing import MIN_LENGTH
 from .records import Record, plain_text, read_records
 
 
 # The slow figures come from a random sample of this many records.
 SAMPLE_SIZE = 5_000
-_PERCENTILES = (1, 10, 50, 90, 99, 100)
-_MAX_REASONS = 10
 # Compute-optimal number of tokens per parameter (Chinchilla, https://huggingface.co/papers/2203.15556).
 TOKENS_PER_PARAMETER = 20
 # Text that a run reads up to about this many times is nearly as good as new text
 # (https://huggingface.co/papers/2305.16264).
-MAX_REPEATS = 4
+MAX_PASSES = 4
 
 
 @dataclass
@@ -60,9 +60,9 @@ def inspect_data(
     names: list[str],
     *,
     tokenizer_name: str | None = None,
-    text_column: str = "text",
     max_length: int = 512,
     num_shown: int = 20,
+    **reading: Any,
 ) -> str:
     """
     Return the findings about some data, and random records as the model sees them, as text for the terminal.
@@ -70,16 +70,14 @@ def inspect_data(
     Args:
         names (`list[str]`): the data, in the form of `--dataset_name`.
         tokenizer_name (`str`, *optional*): directory or Hub id; by default, a tokenizer is trained on the data.
-        text_column (`str`): key of the text, for texts.
         max_length (`int`): tokens per packed sequence.
         num_shown (`int`): number of records in the text.
+        reading: the other arguments of [`~data.records.read_records`].
 
     Raises:
-        `ValueError`: if a name leads to no data, no record is good, or `max_length` is below 8.
+        `UserError`: if a name leads to no data, no record is good.
     """
-    if max_length < MIN_LENGTH:
-        raise UserError(f"--max_length {max_length} must be at least {MIN_LENGTH}.")
-    survey = survey_records(read_records(names, text_column=text_column))
+    survey = survey_records(read_records(names, **reading))
     if not survey.sample:
         reasons = "; ".join(survey.reasons) or "there are none"
         raise UserError(f"No record of {', '.join(names)} can be trained on: {reasons}. Correct the data.")
@@ -112,7 +110,7 @@ def survey_records(records: Iterable[Record]) -> Survey:
             continue
         survey.kinds[record.schema] += 1
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
-        digests.add(digest(record.text))
+        digests.add(text_digest(record.text))
         if len(survey.sample) < SAMPLE_SIZE:
             survey.sample.append(record)
         elif (place := generator.randrange(survey.num_records)) < SAMPLE_SIZE:
@@ -132,7 +130,7 @@ def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """
     if record.schema == "text":
         return encode_documents([record.text], tokenizer)[0]
-    parts = record.document
+    parts = json.loads(record.text)
     messages = parts["prompt"] + parts["chosen"] if record.schema == "preference" else parts["messages"]
     return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
 
@@ -152,12 +150,12 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     # The bytes of the rendered text: the tokens of a conversation include its roles and tools.
     num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(rendered, skip_special_tokens=True))
     tokens = int(lengths.mean() * survey.num_records)
-    places = ", ".join(f"{percentile}%: {np.percentile(lengths, percentile):,.0f}" for percentile in _PERCENTILES)
+    places = ", ".join(f"{share}%: {np.percentile(lengths, share):,.0f}" for share in (1, 10, 50, 90, 99, 100))
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
     return [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
         ("Left out", f"{survey.reasons.total():,}"),
-        *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(_MAX_REASONS)),
+        *(("", f"{number:,}: {reason}") for reason, number in survey.reasons.most_common(10)),
         ("Tokens", f"about {tokens:,}; {lengths.sum() / max(1, num_bytes):.3f} per byte"),
         ("Tokens per record", places),
         ("Over --max_length", f"{(lengths > max_length).mean():.1%} of the records exceed {max_length} tokens"),
@@ -165,7 +163,29 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
         (
             "Model size",
-            f"up to {MAX_REPEATS * tokens / TOKENS_PER_PARAMETER / 1e6:,.1f} M parameters, at {TOKENS_PER_PARAMETER} "
-            f"tokens per parameter and at most {MAX_REPEATS} passes",
+            f"up to {MAX_PASSES * tokens / TOKENS_PER_PARAMETER / 1e6:,.1f} M parameters, at {TOKENS_PER_PARAMETER} "
+            f"tokens per parameter and at most {MAX_PASSES} passes",
         ),
     ]
+
+
+def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> str:
+    """
+    Return rows as text for a terminal. Tokens of weight 1 are green, tokens of another positive weight are yellow, and
+    tokens without loss have no colour.
+
+    Args:
+        rows (`Iterable[dict]`): rows with `input_ids`, `seq_lengths` and optionally `loss_mask`.
+        num_rows (`int`): number of rows to show.
+    """
+    lines = []
+    for row in itertools.islice(rows, num_rows):
+        lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")
+        # An entry of `loss_mask` weighs the prediction of the token at the same index.
+        weights = row.get("loss_mask", [1] * len(row["input_ids"]))
+        runs = itertools.groupby(zip(weights, row["input_ids"], strict=True), key=lambda pair: pair[0])
+        for weight, run in runs:
+            text = tokenizer.decode([token for _, token in run])
+            colour = "\033[32m" if weight == 1 else "\033[33m"
+            lines[-1] += f"{colour}{text}\033[0m" if weight else text
+    return "\n".join(lines)

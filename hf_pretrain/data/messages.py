@@ -18,24 +18,29 @@ logger = logging.get_logger(__name__)
 
 ROLES = ("system", "user", "assistant", "tool")
 # Values of ShareGPT's `from`.
-SHAREGPT_ROLES = {
-    **{role: role for role in ROLES},
-    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"},
-    **{"function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool"},
-}
+SHAREGPT_ROLES = {role: role for role in ROLES} | {"human": "user"}
+SHAREGPT_ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant")
+SHAREGPT_ROLES |= dict.fromkeys(("observation", "function_response", "function"), "tool")
 
+# Other names of the loss weight and the thought.
+_ALIASES = {"loss": "weight", "reasoning": "reasoning_content", "thinking": "reasoning_content"}
 # Fields of a message that this package reads, together with those that `_translate` replaces by them.
 _READ = {"role", "content", "reasoning_content", "tool_calls", "tools", "weight"}
+# Names, identifiers and counts describe a message.
+_DESCRIBING = ("_id", "_name", "_tokens")
+_MEDIA = {*"image images audio audios video videos".split()}
+_LOSS = {*"weight weights loss mask masked".split()}
+_TRAINED = {*"train trained trainable training".split()}
+# Words in the names of fields of a record that say whether it is to be learned, such as `label` of KTO.
+_WANTED = _TRAINED | {*"label labels kto".split()}
 # Words in the names of other fields that would change what a message teaches.
-_MEANINGFUL = {
-    *"weights loss mask masked train training trained trainable reasoning thinking thought thoughts refusal".split(),
-    *"tool tools function functions call calls image images audio video videos".split(),
-}
+_MEANINGFUL = {*"reasoning thinking thought thoughts refusal tool tools function functions call calls".split()}
+_MEANINGFUL |= _MEDIA | _LOSS | _TRAINED
 # `pandas` writes lists into CSV files as Python prints them.
 _PRINTED_MESSAGES = re.compile(r"\s*\[\s*\{(?=[^}]*'(role|from)'\s*:)\s*'(role|from|content|value)'\s*:")
 
 
-def read_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
+def parse_tools(fields: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
     Return the tools of a record or message; `None` without any.
 
@@ -103,18 +108,18 @@ def read_messages(messages: Any, name: str) -> tuple[list[dict], list | None]:
     for message in messages:
         if not isinstance(message, dict):
             raise BadRecord(f"{name!r} holds {json_type(message)} in place of a message")
-        message = _translate({key: value for key, value in message.items() if value is not None})
+        message = _translate(message)
         if message.get("role") not in ROLES:
             raise BadRecord(f"a message has the role {quoted(message.get('role'))}; known are {', '.join(ROLES)}")
-        tools = read_tools(message) or tools
+        tools = parse_tools(message) or tools
         _check_fields(message)
         read.append(_read_message(message))
     return read, tools
 
 
 def _translate(message: dict[str, Any]) -> dict[str, Any]:
-    """Translate the fields of ShareGPT, and other names of the thought and the loss weight."""
-    message = dict(message)
+    """Return a message without nulls and with the names that this package reads, also for the fields of ShareGPT."""
+    message = {key: value for key, value in message.items() if value is not None}
     if "from" in message:
         name = message.pop("from")
         if not isinstance(name, str) or name not in SHAREGPT_ROLES:
@@ -126,12 +131,9 @@ def _translate(message: dict[str, Any]) -> dict[str, Any]:
         if name == "function_call":
             calls = parsed_as(message.pop("content", ""), name, (dict, list))
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if "weight" not in message and "loss" in message:
-        message["weight"] = message.pop("loss")
-    for name in ("reasoning", "thinking"):
-        thought = message.pop(name, None)
-        if thought and not message.get("reasoning_content"):
-            message["reasoning_content"] = thought
+    for alias, name in _ALIASES.items():
+        if not is_blank(message.get(alias)) and is_blank(message.get(name)):
+            message[name] = message.pop(alias)
     return message
 
 
@@ -146,37 +148,58 @@ def _check_fields(message: dict[str, Any]) -> None:
     if message["role"] != "assistant":
         others += [name for name in ("tool_calls", "reasoning_content") if not is_blank(message.get(name))]
     for name in others:
-        words = set(re.findall("[a-z]+", str(name).lower()))
-        # Names, identifiers and counts describe a message.
-        if words & _MEANINGFUL and not str(name).endswith(("_id", "_name", "_tokens")):
+        if _words(name) & _MEANINGFUL:
             role = message["role"]
-            raise BadRecord(
-                f"a message of the {role} has the field {quoted(name)}, which cannot be trained; remove it"
-            )
+            raise BadRecord(f"a message of the {role} has the field {quoted(name)}, which cannot be trained; drop it")
         logger.warning_once(f"Messages have the field {quoted(name)}, which is left out: the model does not see it.")
+
+
+def _words(name: Any) -> set[str]:
+    """Return the words of the name of a field; none for fields that describe."""
+    return set() if str(name).endswith(_DESCRIBING) else {*re.findall("[a-z]+", str(name).lower())}
+
+
+def check_record_fields(record: dict[str, Any], *, has_loss: bool = True) -> None:
+    """
+    Raise `BadRecord` for a field beside the messages whose name says that it would change what the record teaches.
+
+    Args:
+        record (`dict`): the fields of a record.
+        has_loss (`bool`, defaults to `True`): check fields that speak of the loss, not only those that speak of media.
+    """
+    for name, value in record.items():
+        words = set() if is_blank(value) else _words(name)
+        # A CSV file holds numbers and booleans as text.
+        text = str(value).strip().lower()
+        changes_loss = (words & _LOSS and text not in ("1", "1.0", "true")) or (
+            words & _WANTED and text in ("0", "0.0", "-1", "false")
+        )
+        if words & _MEDIA or (has_loss and changes_loss):
+            raise BadRecord(f"the record has the field {quoted(name)}, which cannot be trained; remove it or the line")
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return one message in the internal form; raise `BadRecord` if its parts are malformed."""
-    calls = parsed_as(message["tool_calls"], "tool_calls", list) if not is_blank(message.get("tool_calls")) else None
-    weight = _read_weight(message)
+    role, weight, reasoning = message["role"], _read_weight(message), message.get("reasoning_content")
+    calls = [] if is_blank(message.get("tool_calls")) else parsed_as(message["tool_calls"], "tool_calls", list)
     # The assistant may think or call a tool without saying anything.
-    if "content" not in message and not (
-        message["role"] == "assistant" and (calls or message.get("reasoning_content"))
-    ):
-        raise BadRecord(f"a message of the {message['role']} has no content; write it or drop the line")
-    if message["role"] == "assistant":
-        content, reasoning = as_text(message.get("content", ""), "content"), message.get("reasoning_content")
+    if "content" not in message and not (role == "assistant" and (calls or reasoning)):
+        raise BadRecord(f"a message of the {role} has no content; write it or drop the line")
+    # In this order, so that equal messages give equal JSON.
+    read = {"role": role, "content": as_text(message.get("content", ""), "content")}
+    if role != "assistant":
+        return read
+    if reasoning:
+        reasoning = as_text(reasoning, "reasoning_content")
+    else:
         # Some data sets write the thought into the text instead of a field.
-        if not reasoning:
-            reasoning, content = _split_thought(content)
-        extra: dict[str, Any] = {}
-        if reasoning:
-            extra["reasoning_content"] = as_text(reasoning, "reasoning_content")
-        if calls:
-            extra["tool_calls"] = [_read_call(call) for call in calls]
-        return make_message("assistant", content, **extra, **({} if weight == 1 else {"weight": weight}))
-    return make_message(message["role"], as_text(message["content"], "content"))
+        reasoning, read["content"] = _split_thought(read["content"])
+    # The tokenizer would encode these marks letter by letter.
+    if mark := re.search("</?think>", f"{reasoning}{read['content']}"):
+        raise BadRecord(f"an answer has {mark[0]} apart from a whole thought at its beginning; fix or drop it")
+    extra = {"reasoning_content": reasoning, "tool_calls": list(map(_read_call, calls))}
+    extra = {name: value for name, value in extra.items() if value}
+    return read | extra | ({} if weight == 1 else {"weight": weight})
 
 
 def _read_weight(message: dict[str, Any]) -> float:
@@ -213,20 +236,17 @@ def _split_thought(content: str) -> tuple[str, str]:
     """
     Split an answer's text into the thought that it begins with and the rest.
 
-    If the marks stayed in the text, the tokenizer would encode them letter by letter.
+    An answer of a model whose prompt opens the thought, such as DeepSeek-R1, only has the closing mark. It then stands
+    at the end of a line.
 
     NOTE: do not use a regular expression here. With white space on both sides of `.*?`, it takes cubic time if the
     closing mark is missing.
     """
     thought, closing, rest = content.lstrip().partition("</think>")
-    if not closing or not thought.startswith("<think>"):
+    is_opened = thought.startswith("<think>")
+    if not closing or not (is_opened or rest.lstrip(" \t\r").startswith("\n")):
         return "", content
     return thought.removeprefix("<think>").strip(), rest.lstrip()
-
-
-def make_message(role: str, content: str, **extra: Any) -> dict[str, Any]:
-    """Build a message whose first keys are `role` and `content`, so that equal messages give equal JSON."""
-    return {"role": role, "content": content, **extra}
 
 
 def _read_call(call: Any) -> dict[str, Any]:

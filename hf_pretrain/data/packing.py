@@ -7,9 +7,7 @@ than a row instead of truncating them. A row records the lengths of its document
 another.
 """
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,38 +28,44 @@ PACKING_STRATEGIES = ("bfd", "wrapped", "none")
 # In shorter rows, bos and eos alone would be a large share of the tokens.
 MIN_LENGTH = 8
 
-TOKEN_FEATURES = {"input_ids": List(Value("int32"))}
-WEIGHTED_TOKEN_FEATURES = {**TOKEN_FEATURES, "loss_mask": List(Value("float32")), "num_tokens_cut": Value("int32")}
 ROW_FEATURES = {"input_ids": List(Value("int32")), "seq_lengths": List(Value("int32"))}
-WEIGHTED_ROW_FEATURES = {**ROW_FEATURES, "loss_mask": List(Value("float32"))}
+# Features of the tokens of documents, and of rows.
+_UNWEIGHTED = ({"input_ids": List(Value("int32"))}, ROW_FEATURES)
+_WEIGHTS = {"loss_mask": List(Value("float32"))}
+_WEIGHTED = ({**_UNWEIGHTED[0], **_WEIGHTS, "num_tokens_cut": Value("int32")}, {**ROW_FEATURES, **_WEIGHTS})
 
 
-@dataclass
 class PackingReport:
     """
     Counts of one packing.
 
     Args:
-        num_documents (`int`): number of documents before packing.
+        documents ([`Dataset`]): the documents. Their description, such as the number of bad lines, is a part of the
+            report.
+        tokens ([`Dataset`]): their tokens, one row each.
+        rows ([`Dataset`]): the packed sequences.
+        max_length (`int`): maximum number of tokens in a row.
+
+    Attributes:
         num_tokens (`int`): number of tokens in the rows, bos and eos of each document included.
-        num_rows (`int`): number of rows, that is, packed sequences.
         fill_ratio (`float`): share of positions that hold a token, `num_tokens / (num_rows * max_length)`.
         num_tokens_lost (`int`): number of tokens that are in no row, because documents are cut off at `max_length`.
         num_tokens_trained (`int`, *optional*): number of tokens with a weight other than 0; `None` without weights.
         num_dropped (`int`): number of conversations without a trained token within `max_length`.
-        max_length (`int`): maximum number of tokens in a row.
-        note (`str`): further facts about the documents, such as the number of bad lines.
     """
 
-    num_documents: int
-    num_tokens: int
-    num_rows: int
-    fill_ratio: float
-    num_tokens_lost: int
-    num_tokens_trained: int | None = None
-    num_dropped: int = 0
-    max_length: int = 0
-    note: str = ""
+    def __init__(self, documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int):
+        lengths = pc.list_value_length(tokens.data.column("input_ids"))
+        self.num_documents, self.num_rows = len(documents), len(rows)
+        self.max_length, self.note = max_length, documents.info.description
+        self.num_dropped = _total(pc.equal(lengths, 0))
+        self.num_tokens = _total(pc.list_value_length(rows.data.column("input_ids")))
+        self.fill_ratio = self.num_tokens / max(len(rows) * max_length, 1)
+        self.num_tokens_lost, self.num_tokens_trained = _total(lengths) - self.num_tokens, None
+        if "loss_mask" in rows.column_names:
+            # The encoder has already cut conversations off, so their lost tokens are not in `tokens`.
+            self.num_tokens_lost += _total(tokens.data.column("num_tokens_cut"))
+            self.num_tokens_trained = _total(pc.not_equal(pc.list_flatten(rows.data.column("loss_mask")), 0))
 
     def __str__(self) -> str:
         lost = self.num_tokens_lost / max(1, self.num_tokens_lost + self.num_tokens)
@@ -75,6 +79,10 @@ class PackingReport:
             text += f"; {self.num_tokens_trained:,} tokens count in the loss"
             text += f", {self.num_dropped:,} conversations without any were dropped"
         return f"{text}; {self.note}" if self.note else text
+
+
+def _total(values: pa.ChunkedArray) -> int:
+    return pc.sum(values, min_count=0).as_py()
 
 
 def prepare_rows(
@@ -109,7 +117,7 @@ def prepare_rows(
         `float32`).
 
     Raises:
-        `ValueError`: if `packing_strategy` is `wrapped` with an encoder, or `max_length` is below 8.
+        `UserError`: if `packing_strategy` is `wrapped` with an encoder, or `max_length` is below 8.
     """
     assert packing_strategy in PACKING_STRATEGIES
     if max_length < MIN_LENGTH:
@@ -117,15 +125,15 @@ def prepare_rows(
     if encoder is not None and packing_strategy == "wrapped":
         raise UserError("--packing wrapped would cut conversations apart. Use bfd or none.")
     # Text needs no weights: every token has the weight 1.
-    is_weighted = encoder is not None
+    token_features, row_features = _UNWEIGHTED if encoder is None else _WEIGHTED
     how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
-    encode: Callable[..., dict[str, list]] = partial(_encode_texts, tokenizer=tokenizer)
-    if encoder is not None:
+    packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": Features(row_features)}
+    if encoder is None:
+        # Text is not cut before it is packed, so its tokens do not depend on `max_length`.
+        encode, key = partial(_encode_texts, tokenizer=tokenizer), encoding_key(tokenizer)
+    else:
         encode = partial(encoder, tokenizer=tokenizer, max_length=max_length)
-    # Text is not cut before it is packed, so its tokens do not depend on `max_length`.
-    key = encoding_key(tokenizer, *(() if encoder is None else (encoder, tokenizer.chat_template, max_length)))
-    features = Features(WEIGHTED_ROW_FEATURES if is_weighted else ROW_FEATURES)
-    packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": features}
+        key = encoding_key(tokenizer, encoder, tokenizer.chat_template, max_length)
     if isinstance(documents, IterableDataset):
         how["encode"] = encode
         rows = documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **packing)
@@ -134,62 +142,13 @@ def prepare_rows(
         return rows, None
     announce("tokenizing and packing")
     tokens_key = cache_key(documents._fingerprint, key)
-    token_features = Features(WEIGHTED_TOKEN_FEATURES if is_weighted else TOKEN_FEATURES)
-    tokens = _encode(documents, encode, token_features, key=tokens_key, num_proc=num_proc)
+    tokenizing = {"features": Features(token_features), "num_proc": count_processes(len(documents), num_proc)}
+    tokenizing |= {"new_fingerprint": tokens_key, "remove_columns": ["text"], "desc": "tokenizing"}
+    tokens = documents.map(encode, batched=True, input_columns="text", **tokenizing)
     # The Arrow format passes whole tables to `_pack_batch`, without a Python object per token.
-    rows = tokens.with_format("arrow").map(
-        _pack_batch,
-        fn_kwargs=how,
-        new_fingerprint=cache_key(tokens_key, how, GROUP_SIZE),
-        desc="packing",
-        **packing,
-    )
-    rows = rows.with_format(None)
-    return rows, _report(documents, tokens, rows, max_length)
-
-
-def _encode(
-    documents: Dataset, encode: Callable[..., dict[str, list]], features: Features, *, key: str, num_proc: int | None
-) -> Dataset:
-    """Return the tokens of documents, one row each."""
-    num_processes = count_processes(len(documents), num_proc)
-    if num_processes is not None:
-        # NOTE: the threads of `tokenizers` do not survive a fork, and each process has one core anyway.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return documents.map(
-        encode,
-        batched=True,
-        input_columns="text",
-        remove_columns=["text"],
-        features=features,
-        num_proc=num_processes,
-        new_fingerprint=key,
-        desc="tokenizing",
-    )
-
-
-def _report(documents: Dataset, tokens: Dataset, rows: Dataset, max_length: int) -> PackingReport:
-    """Count documents, tokens and rows."""
-    lengths = pc.list_value_length(tokens.data.column("input_ids"))
-    num_dropped = pc.sum(pc.equal(lengths, 0)).as_py() or 0
-    num_tokens_in = pc.sum(lengths).as_py() or 0
-    num_tokens = pc.sum(pc.list_value_length(rows.data.column("input_ids"))).as_py() or 0
-    trained = None
-    if "loss_mask" in rows.column_names:
-        # The encoder has already cut conversations off, so their lost tokens are not in `tokens`.
-        num_tokens_in += pc.sum(tokens.data.column("num_tokens_cut")).as_py() or 0
-        trained = pc.sum(pc.not_equal(pc.list_flatten(rows.data.column("loss_mask")), 0)).as_py() or 0
-    return PackingReport(
-        num_documents=len(documents),
-        num_tokens=num_tokens,
-        num_rows=len(rows),
-        fill_ratio=num_tokens / max(len(rows) * max_length, 1),
-        num_tokens_lost=num_tokens_in - num_tokens,
-        num_tokens_trained=trained,
-        num_dropped=num_dropped,
-        max_length=max_length,
-        note=documents.info.description,
-    )
+    packing |= {"new_fingerprint": cache_key(tokens_key, how, GROUP_SIZE), "desc": "packing"}
+    rows = tokens.with_format("arrow").map(_pack_batch, fn_kwargs=how, **packing).with_format(None)
+    return rows, PackingReport(documents, tokens, rows, max_length)
 
 
 def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> dict[str, list]:
@@ -208,17 +167,14 @@ def _encode_and_pack_batch(
 
     One `map` does both, because with streams `datasets` passes Arrow tables slowly from one `map` to the next.
     """
-    types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.float32())}
     encoded = encode(batch["text"])
-    arrays = {name: pa.chunked_array([pa.array(encoded[name], types[name])]) for name in types if name in encoded}
-    return _pack_batch(pa.table(arrays), max_length, packing_strategy).to_pydict()
+    schema = Features({name: _WEIGHTED[0][name] for name in encoded}).arrow_schema
+    return _pack_batch(pa.table(encoded, schema), max_length, packing_strategy).to_pydict()
 
 
 def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.Table:
     """Pack one group of documents into rows."""
-    lists = {
-        name: batch.column(name).combine_chunks() for name in ("input_ids", "loss_mask") if name in batch.schema.names
-    }
+    lists = {name: batch.column(name).combine_chunks() for name in batch.schema.names if name in _WEIGHTED[1]}
     # `flatten` respects the offset of a slice. `values` would return the whole buffer, with documents of other slices.
     values = {name: column.flatten().to_numpy() for name, column in lists.items()}
     offsets = lists["input_ids"].offsets.to_numpy().astype(np.int64)
@@ -227,9 +183,6 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
     starts, lengths = offsets[:-1], np.diff(offsets)
     # The encoder has dropped these conversations.
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-    if len(starts) == 0:
-        features = WEIGHTED_ROW_FEATURES if "loss_mask" in lists else ROW_FEATURES
-        return Features(features).arrow_schema.empty_table()
     # From here on, `starts` and `lengths` describe pieces, in order of tokens. A piece is a part of a document, or a
     # whole document, that stays in one row.
     if packing_strategy == "none":
@@ -333,7 +286,7 @@ def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndar
     starts, lengths, row_of = starts[order], lengths[order], first_piece[row_of][order]
     ends = np.cumsum(lengths)
     # Output position i takes the input token at i - (start of its piece in the output) + (start in the input).
-    taken = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    taken = np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)
     row_begins = np.flatnonzero(np.diff(row_of, prepend=-1))
     # Arrow's list offsets are int32. A group of 10,000 documents stays far below 2**31 tokens.
     piece_offsets = np.append(row_begins, len(starts)).astype(np.int32)
@@ -342,4 +295,4 @@ def _lay_out(values: dict[str, np.ndarray], starts: np.ndarray, lengths: np.ndar
     columns = {name: pa.ListArray.from_arrays(token_offsets, column[taken]) for name, column in values.items()}
     columns["seq_lengths"] = pa.ListArray.from_arrays(piece_offsets, lengths.astype(np.int32))
     # `datasets` expects the columns in the order of the features.
-    return pa.table({name: columns[name] for name in WEIGHTED_ROW_FEATURES if name in columns})
+    return pa.table({name: columns[name] for name in _WEIGHTED[1] if name in columns})

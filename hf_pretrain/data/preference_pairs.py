@@ -39,20 +39,14 @@ def prepare_pairs(
         It ends with the stop token.
 
     Raises:
-        `ValueError`: if the template cannot render a pair.
+        `UserError`: if the template cannot render a pair.
     """
     key = encoding_key(tokenizer, tokenizer.chat_template, max_length, are_whole)
-    pairs = documents.map(
-        _encode_batch,
-        batched=True,
-        fn_kwargs={"tokenizer": tokenizer, "max_length": max_length, "are_whole": are_whole},
-        remove_columns=["text"],
-        # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
-        features=PAIR_FEATURES,
-        num_proc=count_processes(len(documents), num_proc),
-        new_fingerprint=cache_key(documents._fingerprint, key),
-        desc="tokenizing",
-    )
+    # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
+    how = {"features": PAIR_FEATURES, "num_proc": count_processes(len(documents), num_proc), "desc": "tokenizing"}
+    how["fn_kwargs"] = {"tokenizer": tokenizer, "max_length": max_length, "are_whole": are_whole}
+    how["new_fingerprint"] = cache_key(documents._fingerprint, key)
+    pairs = documents.map(_encode_batch, batched=True, remove_columns=["text"], **how)
     report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
     return pairs, "; ".join(filter(None, [report, documents.info.description]))
 
@@ -65,25 +59,20 @@ def _encode_batch(
     for text in batch["text"]:
         preference = json.loads(text)
         prompt, kwargs = preference["prompt"], preference.get("chat_template_kwargs", {})
-        sequences, starts = {}, []
-        for name in ("chosen", "rejected"):
-            ids, is_generated = encode_conversation(
-                tokenizer, prompt + preference[name], preference.get("tools"), **kwargs
-            )
-            start, end = (0, len(ids)) if are_whole else _last_answer(is_generated)
-            sequences[f"{name}_ids"] = ids[:end]
-            starts.append(start)
+        encoded = [
+            encode_conversation(tokenizer, prompt + preference[name], preference.get("tools"), **kwargs)
+            for name in ("chosen", "rejected")
+        ]
+        ranges = [(0, len(ids)) if are_whole else _last_answer(is_generated) for ids, is_generated in encoded]
+        chosen, rejected = (ids[:end] for (ids, _), (_, end) in zip(encoded, ranges, strict=True))
         # Some templates write text before an answer that depends on the answer, for example an empty <think> block. So
         # the prompt ends where the two sequences differ, at the latest.
-        start = min(*starts, len(os.path.commonprefix(list(sequences.values()))))
-        row = {"prompt_ids": sequences["chosen_ids"][:start]}
-        row |= {name: ids[start:] for name, ids in sequences.items()}
+        start = min(*(start for start, _ in ranges), len(os.path.commonprefix([chosen, rejected])))
         # The collator truncates at `max_length`, so training would never see a difference beyond it.
-        room = max_length - len(row["prompt_ids"])
-        is_cut = are_whole and max(map(len, sequences.values())) > max_length
-        if room > 0 and not is_cut and row["chosen_ids"][:room] != row["rejected_ids"][:room]:
-            for name in PAIR_FEATURES:
-                columns[name].append(row[name])
+        is_cut = are_whole and max(len(chosen), len(rejected)) > max_length
+        if start < max_length and not is_cut and chosen[start:max_length] != rejected[start:max_length]:
+            for name, ids in zip(PAIR_FEATURES, (chosen[:start], chosen[start:], rejected[start:]), strict=True):
+                columns[name].append(ids)
     return columns
 
 

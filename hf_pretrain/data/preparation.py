@@ -2,16 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..tokenizer.chat_template import mark_template
 from .collators import DataCollatorForPackedRows
 from .data_arguments import DataArguments, SourceArguments
 from .packing import PackingReport
+from .preference_pairs import prepare_pairs
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -69,7 +75,7 @@ def load_rows(
     *,
     is_evaluation: bool = False,
     keep_rejected: bool = True,
-    prepare: Callable[..., tuple[Dataset, str | None]] | None = None,
+    prepare: Callable[..., tuple[Dataset, str]] = prepare_pairs,
 ) -> PreparedData:
     """
     Return documents as packed sequences, or preferences as pairs. The main process prepares them, and the other ranks
@@ -84,57 +90,59 @@ def load_rows(
         tokenizer: the tokenizer, or a function that trains one on the training documents.
         is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
         keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
-        prepare (`Callable`, *optional*): [`~data.preference_pairs.prepare_pairs`] or a like function, for preferences.
+        prepare (`Callable`, defaults to [`~data.preference_pairs.prepare_pairs`]): makes rows of preferences.
 
     Raises:
-        `ValueError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
+        `UserError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
             [`~data.packing.prepare_rows`] or `prepare`, and [`~tokenizer.chat_template.mark_template`].
     """
-    if data_args.kind_name != "text":
+    is_text = data_args.kind_name == "text"
+    if not is_text:
         # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
         mark_template(tokenizer, data_args.chat_template)
-
-    def rows_of(documents: Dataset | IterableDataset, **draws: int) -> tuple[Any, Any]:
-        if prepare is not None:
-            return prepare(documents, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
-        assert isinstance(data_args, DataArguments)
-        return data_args.prepare_rows(documents, tokenizer, **draws)
-
     with training_args.main_process_first(desc="preparing the data"):
-        train_documents, eval_sets = data_args.load_documents(
-            training_args, keep_rejected=keep_rejected, is_evaluation=is_evaluation
-        )
+        how = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation}
+        documents, eval_documents = data_args.load_sets(training_args, **how)
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            tokenizer = tokenizer(train_documents)
-        train_rows, train_report = None, None
-        if not is_evaluation:
-            train_rows, train_report = rows_of(train_documents, seed=training_args.seed)
-            if isinstance(train_rows, Dataset) and len(train_rows) == 0:
-                raise UserError(
-                    f"None of {len(train_documents)} {data_args.kind_name} has an answer to train on within "
-                    "--max_length. Raise it, or correct the data."
-                )
-        validation = {name: rows_of(part) for name, part in eval_sets.items()}
-    report = [f"Validation{name and ' '}{name}: {counts or 'nothing'}" for name, (_, counts) in validation.items()]
+            tokenizer = tokenizer(documents)
+        rows_of = partial(_make_rows, data_args, training_args, tokenizer, prepare)
+        train, counts = (None, None) if is_evaluation else rows_of(documents, seed=training_args.seed)
+        evals = {name: rows_of(part) for name, part in eval_documents.items()}
+    report = [f"Validation{name and ' '}{name}: {found or 'nothing'}" for name, (_, found) in evals.items()]
     if not is_evaluation:
-        report.insert(0, f"Training: {train_report or 'streamed'}")
+        _check_rows(train, documents, eval_documents, data_args)
+        report.insert(0, f"Training: {counts or 'streamed'}")
         # The plan of a dry run shows the same lines.
         if training_args.process_index == 0 and not training_args.dry_run:
             print("\n".join(report))
-    collator = None
-    if isinstance(data_args, DataArguments):
-        # Give all sequences one length: torch.compile would compile again for each new length.
-        collator = DataCollatorForPackedRows(tokenizer.pad_token_id, max_length=data_args.row_length)
     return PreparedData(
         tokenizer,
         report,
         data_args.dataset_name,
         data_args.kind_name,
-        train_rows,
-        {name: rows for name, (rows, _) in validation.items()},
+        train,
+        {name: rows for name, (rows, _) in evals.items()},
         data_args.eval_dataset_name or [],
-        conversations=None if data_args.kind_name == "text" else next(iter(eval_sets.values())),
-        collator=collator,
-        num_tokens=train_report.num_tokens if isinstance(train_report, PackingReport) else None,
+        conversations=None if is_text else next(iter(eval_documents.values())),
+        collator=data_args.make_collator(tokenizer) if isinstance(data_args, DataArguments) else None,
+        num_tokens=counts.num_tokens if isinstance(counts, PackingReport) else None,
     )
+
+
+def _make_rows(
+    data_args: SourceArguments, training_args: Any, tokenizer: Any, prepare: Callable, documents: Any, **draws: int
+) -> tuple[Any, Any]:
+    """Return packed sequences with their report, or pairs with theirs."""
+    if isinstance(data_args, DataArguments):
+        return data_args.pack(documents, tokenizer, **draws)
+    return prepare(documents, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
+
+
+def _check_rows(train: Any, documents: Any, eval_documents: dict[str, Dataset], data_args: SourceArguments) -> None:
+    """Refuse documents that leave no training rows, and warn if there are none for validation."""
+    if isinstance(train, Dataset) and len(train) == 0:
+        kind = data_args.kind_name
+        raise UserError(f"None of {len(documents)} {kind} has an answer to train on within --max_length. Raise it.")
+    if data_args.validation_fraction and not any(map(len, eval_documents.values())):
+        logger.warning("No document is for validation. Separate texts by blank lines, or pass --eval_dataset_name.")

@@ -1,7 +1,7 @@
 """Read the records of data sources with their line numbers, to inspect and clean data."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,35 +32,47 @@ class Record:
     reason: str = ""
     schema: str = "text"
 
-    @property
-    def document(self) -> Any:
-        """The text, or the conversation or preference as a `dict`."""
-        return self.text if self.schema == "text" else json.loads(self.text)
 
-
-def read_records(names: list[str], *, text_column: str = "text") -> Iterator[Record]:
+def read_records(names: Iterable[str], *, text_column: str = "text", **how: Any) -> Iterator[Record]:
     """
     Yield all records of files, embedded parts and Hub datasets. Bad lines have a reason.
 
     Args:
-        names (`list[str]`): names in the form of `--dataset_name`.
+        names (`Iterable[str]`): names in the form of `--dataset_name`.
         text_column (`str`): key of the text, for the schema `text`.
+        how: as in [`~data.formats.read_file`].
 
     Raises:
-        `ValueError`: if a name leads to no data.
+        `UserError`: if a name leads to no data.
     """
     for source in [source for name in names for source in find_sources(name) or [name]]:
-        column = "text" if source in EMBEDDED_SOURCES else text_column
         # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
-        read_column = None if file_format(Path(source)) == ".parquet" else column
-        for line, text_or_fault in read_source(source, text_column=read_column):
-            try:
-                content = parse_json(text_or_fault)
-                schema = _find_schema(content, column)
-                text = read_text(content, text_column=column) if schema == "text" else SCHEMAS[schema](content)
-                yield Record(source, line, content, text, schema=schema)
-            except BadRecord as error:
-                yield Record(source, line, None, "", error.reason)
+        column = None if file_format(Path(source)) == ".parquet" else text_column
+        for line, content in read_source(source, text_column=column, **how):
+            yield check_record(source, line, content, text_column=text_column)
+
+
+def check_record(
+    source: str, line: int, content: str | dict | BadRecord, *, schema: str | None = None, text_column: str | None
+) -> Record:
+    """
+    Check the record of a line: a parsed one, its JSON text, or its fault.
+
+    Args:
+        source (`str`), line (`int`): where the record is.
+        content: the record.
+        schema (`str`, *optional*): `text`, or a key of `SCHEMAS`. By default, the fields of the record decide.
+        text_column (`str`, *optional*): key of the text, for the schema `text`.
+    """
+    # The text of an embedded document is in `text`, whatever column the text of other documents is in.
+    column = "text" if source in EMBEDDED_SOURCES else str(text_column)
+    try:
+        content = content if isinstance(content, dict) else parse_json(content)
+        schema = schema or _find_schema(content, column)
+        text = read_text(content, text_column=column) if schema == "text" else SCHEMAS[schema](content)
+        return Record(source, line, content, text, schema=schema)
+    except BadRecord as error:
+        return Record(source, line, None, "", error.reason)
 
 
 def _find_schema(content: Any, text_column: str) -> str:
@@ -83,7 +95,7 @@ def plain_text(record: Record, *, chosen_only: bool = False) -> str:
     """
     if record.schema == "text":
         return record.text
-    parts = record.document
+    parts = json.loads(record.text)
     names = ("messages", "prompt", "chosen") if chosen_only else ("messages", "prompt", "chosen", "rejected")
     texts: list[str] = []
     for message in (message for name in names for message in parts.get(name, [])):

@@ -32,11 +32,8 @@ class RejectedLines:
             self.path.unlink(missing_ok=True)
         self.num_lines = 0
         self.num_rejected = 0
-        # Positions that are already logged and listed.
-        self.listed: set[tuple[str, int]] = set()
-        self.reasons: Counter[str] = Counter()
-        # First position of each reason.
-        self.examples: dict[str, str] = {}
+        # Reasons by the positions that are already logged and listed.
+        self.listed: dict[tuple[str, int], str] = {}
 
     def keep(self, row: dict[str, Any]) -> bool:
         """Return whether a row of a stream is a document; check the limit every `RATIO_INTERVAL` rows."""
@@ -53,9 +50,7 @@ class RejectedLines:
         self.num_rejected += 1
         if (source, line) in self.listed:  # every epoch of a stream reads it again
             return
-        self.listed.add((source, line))
-        self.reasons[reason] += 1
-        self.examples.setdefault(reason, f"{source}:{line}")
+        self.listed[source, line] = reason
         if len(self.listed) == 1:
             others = f"; {self.path} lists all skipped lines" if self.path else ""
             logger.warning(f"{source}:{line}: {reason}. This line is skipped{others}.")
@@ -71,7 +66,7 @@ class RejectedLines:
         Compare the number of bad lines with the limit.
 
         Raises:
-            `ValueError`: if there are more bad lines than the limit allows.
+            `UserError`: if there are more bad lines than the limit allows.
         """
         if self.num_rejected > self.max_ratio * self.num_lines:
             raise UserError(
@@ -82,8 +77,9 @@ class RejectedLines:
 
     def describe(self) -> str:
         """Return the most frequent reasons, each with its count and first position."""
-        shown = self.reasons.most_common(5)
-        lines = [f"{count} x {reason} (first: {self.examples[reason]})" for reason, count in shown]
+        first = {reason: f"{source}:{line}" for (source, line), reason in reversed(self.listed.items())}
+        shown = Counter(self.listed.values()).most_common(5)
+        lines = [f"{count} x {reason} (first: {first[reason]})" for reason, count in shown]
         if self.path is not None and lines:
             lines.append(f"all of them: {self.path}")
         # An error message becomes one line, where only the semicolons remain.

@@ -31,7 +31,7 @@ from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
 from .formats import BadRecord, check_values, parse_json, write_json
-from .messages import read_messages, read_turn, take_weights
+from .messages import check_record_fields, read_messages, read_turn, take_weights
 from .rejected import RejectedLines
 from .sources import find_sources, read_source
 
@@ -102,17 +102,11 @@ def _arithmetic(generator: random.Random) -> Iterator[dict[str, Any]]:
         largest = 9 if sign == "*" else 50
         a, b = generator.randint(0, largest), generator.randint(0, largest)
         content = f"What is {a} {sign} {b}? {ANSWER_FORMATS['number'].instruction}"
-        yield {
-            "prompt": [{"role": "user", "content": content}],
-            "solution": [str(operations[sign](a, b))],
-            "answer_format": "number",
-        }
+        prompt, solution = [{"role": "user", "content": content}], [str(operations[sign](a, b))]
+        yield {"prompt": prompt, "solution": solution, "answer_format": "number"}
 
 
-EMBEDDED_TASKS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
-    "answer-format": _answer_formats,
-    "arithmetic": _arithmetic,
-}
+EMBEDDED_TASKS = {"answer-format": _answer_formats, "arithmetic": _arithmetic}
 # Columns that every embedded task and every task in MiniMind's format has, so that all kinds fit into one table.
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
@@ -123,8 +117,7 @@ def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any],
     check_word("--dataset_name", name, [f"embedded:{task}" for task in EMBEDDED_TASKS])
     # With the name in the seed, each kind of task gets a different random sequence.
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
-    # `zip` with a range also ends generators that never end themselves.
-    for row, _ in zip(rows, range(NUM_EMBEDDED), strict=False):
+    for row in itertools.islice(rows, NUM_EMBEDDED):
         # The split of tasks without documents hashes their prompt.
         origins = row.pop("origins", None) or [json.dumps(row["prompt"])]
         yield TASK_COLUMNS | row | {"task": task}, origins
@@ -151,6 +144,8 @@ def read_task(record: Any) -> dict[str, Any]:
         raise BadRecord('not an object; write it as {"prompt": [{"role": "user", "content": ...}]}')
     for name, value in record.items():
         check_values([name, value], name)
+    # Rewards may read all other columns.
+    check_record_fields(record, has_loss=False)
     if "prompt" in record:
         prompt, tools = _as_columns(*read_turn(record["prompt"], "prompt", "user"))
         return {**record, "prompt": prompt} | ({} if tools is None else {"tools": tools})
@@ -184,11 +179,11 @@ def _as_columns(messages: list[dict[str, Any]], tools: list | None) -> tuple[lis
 
 
 def _read_tasks(
-    name: str, rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
+    name: str, encoding: str, rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of files or of a Hub dataset, finished, each with the text whose hash decides the split."""
     for source in find_sources(name) or [name]:
-        for line, content in read_source(source, text_column=None):
+        for line, content in read_source(source, text_column=None, encoding=encoding):
             rejected.num_lines += 1
             try:
                 task = read_task(parse_json(content))
@@ -201,6 +196,7 @@ def _read_tasks(
 def load_tasks(
     dataset_names: list[str],
     *,
+    encoding: str = "utf-8",
     validation_fraction: float = 0.01,
     seed: int = 42,
     add_system_ratio: float = 0.0,
@@ -217,6 +213,7 @@ def load_tasks(
     Args:
         dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory, or a Hub id, with
             records in a format of [`read_task`].
+        encoding (`str`, defaults to `"utf-8"`): encoding of the files.
         validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
         seed (`int`, defaults to 42): seed of the embedded tasks and of the random system messages.
         add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
@@ -228,17 +225,14 @@ def load_tasks(
         `tuple`: training set and validation set.
 
     Raises:
-        `ValueError`: if a name leads to no task, too many lines are bad, or the training set is empty.
+        `UserError`: if a name leads to no task, too many lines are bad, or the training set is empty.
     """
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
 
-    def add_system(task: dict[str, Any]) -> dict[str, Any]:
+    def finish(task: dict[str, Any], *, is_embedded: bool = False) -> dict[str, Any]:
         tools = task["prompt"][0].get("tools")
-        return task | {"prompt": add_system_message(task["prompt"], tools, seed=seed, ratio=add_system_ratio)}
-
-    def finish(task: dict[str, Any]) -> dict[str, Any]:
-        task = add_system(task)
-        if check is not None:
+        task = task | {"prompt": add_system_message(task["prompt"], tools, seed=seed, ratio=add_system_ratio)}
+        if check is not None and not is_embedded:
             check(task)
         return task
 
@@ -246,24 +240,22 @@ def load_tasks(
     for name in dataset_names:
         num_before = len(loaded)
         if DatasetName.parse(name).is_embedded:
-            loaded += [(add_system(task), origins) for task, origins in _load_embedded_tasks(name, seed)]
-            continue
-        loaded += _read_tasks(name, rejected, finish)
+            loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
+        else:
+            loaded += _read_tasks(name, encoding, rejected, finish)
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
-    columns = list(dict.fromkeys(column for row, _ in loaded for column in row))
-    train: list[dict[str, Any]] = []
-    validation: list[dict[str, Any]] = []
+    columns = dict.fromkeys(column for row, _ in loaded for column in row)
+    # The training set and the validation set.
+    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for row, origins in loaded:
         is_validation = all(hashes_are_between(origins, [None] * len(origins), 0.0, validation_fraction))
-        (validation if is_validation else train).append({column: row.get(column) for column in columns})
-    if not train:
-        raise UserError(
-            f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks to train on. Lower it."
-        )
+        sides[is_validation].append({column: row.get(column) for column in columns})
+    if not sides[0]:
+        raise UserError(f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks. Lower it.")
     try:
-        return Dataset.from_list(train), Dataset.from_list(validation)
+        return Dataset.from_list(sides[0]), Dataset.from_list(sides[1])
     except pa.ArrowException as error:
         raise UserError(f"A column of the tasks has values of several types: {error}. Correct the data.") from error

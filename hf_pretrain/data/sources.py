@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from glob import escape, glob
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
@@ -16,6 +17,7 @@ from .hub_datasets import download_hub_file, load_hub_dataset, parse_hub_file
 
 logger = logging.get_logger(__name__)
 
+_KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 
 
@@ -25,7 +27,7 @@ def find_sources(name: str) -> list[str] | None:
     Download single files on the Hub.
 
     Raises:
-        `ValueError`: if there is no such part or file, or a file is empty or of an unknown format.
+        `UserError`: if there is no such part or file, or a file is empty or of an unknown format.
     """
     if name == "embedded":
         return list(EMBEDDED_SOURCES)
@@ -53,8 +55,7 @@ def find_sources(name: str) -> list[str] | None:
         return None
     for file in files:
         if file_format(file) is None:
-            known = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
-            raise UserError(f"{file} has an unknown ending; known are {known}.")
+            raise UserError(f"{file} has an unknown ending; known are {_KNOWN}.")
         if file.stat().st_size == 0:
             raise UserError(f"{file} is empty. Remove it or write it again.")
     return [str(file) for file in files]
@@ -76,13 +77,12 @@ def _list_files(path: Path) -> list[Path]:
     for file in sorted(place for place in (*found, *below) if place.is_file()):
         present.setdefault(file.resolve(), file)
     files = [file for file in present.values() if file_format(file) is not None]
-    if left_out := {*present.values()} - {*files}:
-        logger.warning(
-            f"{path}: {len(files)} data files. {len(left_out)} others are left out, such as {min(left_out)}."
-        )
+    # Beside data, a README.md describes them.
+    files = [file for file in files if file_format(file) != ".md"] or files
+    if others := {*present.values()} - {*files}:
+        logger.warning(f"{path}: {len(files)} data files. {len(others)} others are left out, such as {min(others)}.")
     if not files:
-        known = f"{', '.join(EXTENSIONS)} (or these with {', '.join(COMPRESSIONS)})"
-        raise UserError(f"No file of {path} ends in {known}.")
+        raise UserError(f"No file of {path} ends in {_KNOWN}.")
     return files
 
 
@@ -92,7 +92,7 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
     single one has the name "", because its figures need none.
 
     Raises:
-        `ValueError`: if two have the same name, or the run would train on one.
+        `UserError`: if two have the same name, or the run would train on one.
     """
     names = eval_names or []
     # `embedded` holds all embedded parts.
@@ -111,7 +111,7 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
 
 
 def read_source(
-    source: str, *, schema: str = "text", text_column: str | None
+    source: str, *, schema: str = "text", text_column: str | None, **how: Any
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file, an embedded part or a Hub dataset as JSON text, each with its number.
@@ -120,7 +120,7 @@ def read_source(
         source (`str`): one of the sources that [`find_sources`] returns, or the name of a Hub dataset.
         schema (`str`, defaults to `"text"`): kind of the records of an embedded part, as in
             [`~data.corpora.load_embedded`].
-        text_column (`str`, *optional*): as in [`~data.formats.read_file`].
+        text_column (`str`, *optional*), how: as in [`~data.formats.read_file`].
     """
     if source in EMBEDDED_SOURCES:
         records = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
@@ -130,4 +130,4 @@ def read_source(
         rows = load_hub_dataset(source)
         yield from ((number, as_json(drop_padding(row, rows.features))) for number, row in enumerate(rows, start=1))
     else:
-        yield from read_file(Path(source), text_column=text_column)
+        yield from read_file(Path(source), text_column=text_column, **how)

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 
 from ..model.configuration_minimind import MiniMindConfig
-from ..runtime.metrics import METRICS, NATS, find_evaluations
-from ..runtime.names import DatasetName, is_path, split_hub_name
+from ..reports.metrics import METRICS, NATS, find_evaluations
+from ..runtime.names import DatasetName, is_local, public_name, split_hub_name
+from ..runtime.package_models import package_model
 from ..weights.adapters import is_adapted
 from ..weights.layouts import LAYOUTS
 
@@ -29,10 +30,10 @@ class RunFacts:
     Facts about a run that only its recipe knows.
 
     Args:
-        stage (`str`): the kind of training, such as `pretraining`.
+        method (`str`): the kind of training, such as `pretraining`.
         recipe (`str`): the file in `recipes/`, without its ending.
         datasets (`list[str]`): the dataset names on the command line.
-        data (`list[str]`): sentences with the counts of documents, tokens and rows.
+        data (`list[str]`): sentences with the counts of documents, tokens and packed sequences.
         base_model (`str`, *optional*): the model that the run started from; a Hub id goes into the card's metadata.
         unigram_loss (`float`, *optional*): the loss of a unigram model on the same validation set, in nats per token.
         loss_unit (`str`): the unit of the loss.
@@ -40,7 +41,7 @@ class RunFacts:
         eval_datasets (`list[str]`): names of the validation data, if they are not a part of `datasets`.
     """
 
-    stage: str = "training"
+    method: str = "training"
     recipe: str = "pretrain"
     datasets: list[str] = field(default_factory=list)
     data: list[str] = field(default_factory=list)
@@ -58,25 +59,21 @@ class RunFacts:
     @property
     def hub_datasets(self) -> list[str]:
         """The Hub ids among the datasets, for the card's metadata."""
-        names = [DatasetName.parse(name) for name in self.datasets if not _is_local(name)]
+        names = [DatasetName.parse(name) for name in self.datasets if not is_local(name)]
         return [name.repo_id for name in names if not name.is_embedded]
-
-
-def _is_local(name: str) -> bool:
-    """Return whether a dataset or model name is a path or a glob on this machine."""
-    # A split stands in brackets, too.
-    repo_id = DatasetName.parse(name).repo_id
-    return "://" not in name and (is_path(name) or any(mark in repo_id for mark in "*?["))
 
 
 def _hub_id(name: str | None) -> str | None:
     """Return the Hub id of a model, without the file that its name may contain; `None` for a local path."""
-    return split_hub_name(name)[0] if name and not _is_local(name) else None
+    if (packaged := package_model(name)) is not None:
+        return packaged.hub_id
+    return split_hub_name(name)[0] if name and not is_local(name) else None
 
 
-def public_name(name: str) -> str:
-    """Return a name that does not show the directories of this machine."""
-    return Path(name).name if _is_local(name) else name
+def _license(given: str | None, base_model: str | None) -> str | None:
+    """Return the licence that the user gave, or that of a base model of the package index."""
+    packaged = package_model(base_model)
+    return packaged.license if given is None and packaged is not None else given
 
 
 def format_run_card(
@@ -101,26 +98,25 @@ def format_run_card(
         language (`list[str]`, *optional*): ISO codes of the data.
         license (`str`, *optional*): the licence of the model.
     """
-    evaluations = find_evaluations(state.log_history)
     # The last evaluation measures the model that the card describes.
-    results = validation_results(evaluations[-1] if evaluations else {}, facts)
-    rows = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
+    *_, metrics = {}, *find_evaluations(state.log_history)
+    results = validation_results(metrics, facts)
+    figures = [(result.metric_name, f"{result.metric_value:.4f}") for result in results]
     if results and facts.unigram_loss is not None:
-        rows.append((f"validation loss of a unigram model ({NATS})", f"{facts.unigram_loss:.4f}"))
-    tables = {"Results": rows} if rows else {}
-    metadata = {"language": language, "datasets": facts.hub_datasets or None}
-    base_model = facts.base_model
-    if is_adapted(model):
-        # peft reads the base model from adapter_config.json, so the card names the same one.
-        base_model = model.active_peft_config.base_model_name_or_path
+        figures.append((f"validation loss of a unigram model ({NATS})", f"{facts.unigram_loss:.4f}"))
+    # peft reads the base model from adapter_config.json, so the card names the same one.
+    base_model = model.active_peft_config.base_model_name_or_path if is_adapted(model) else facts.base_model
+    metadata = {"language": language, "license": _license(license, base_model), "base_model": _hub_id(base_model)}
+    # `capitalize` would lower the capitals of names.
+    method = facts.method[:1].upper() + facts.method[1:]
     start = "" if facts.base_model is None else f", from the weights of `{public_name(facts.base_model)}`,"
     return _render(
         model,
-        metadata | {"eval_results": results or None, "license": license, "base_model": _hub_id(base_model)},
+        metadata | {"datasets": facts.hub_datasets or None, "eval_results": results or None},
         repo_id=repo_id,
         format="adapter" if is_adapted(model) else "minimind",
-        origin=f"{facts.stage.capitalize()}{start} reached step {state.global_step:,} of {state.max_steps:,}.",
-        tables=tables | {"Training": training},
+        origin=f"{method}{start} reached step {state.global_step:,} of {state.max_steps:,}.",
+        tables=({"Results": figures} if figures else {}) | {"Training": training},
         data=[f"Datasets: {facts.data_name}", *facts.data],
     )
 
@@ -149,7 +145,7 @@ def format_conversion_card(
     """
     return _render(
         model,
-        {"license": license, "base_model": _hub_id(source)},
+        {"license": _license(license, source), "base_model": _hub_id(source)},
         repo_id=repo_id,
         format="stock" if format in LAYOUTS else format,
         origin=f"Converted from `{public_name(source)}`. {report}.",
@@ -168,35 +164,20 @@ def _render(
     **facts: Any,
 ) -> str:
     """Fill the template. `format` is `minimind`, `adapter`, `stock`, `upstream` or `gguf`."""
-    travels = format in ("minimind", "adapter")
     # A reward model has one label.
     is_reward = model.config.num_labels == 1
-    library = "peft" if format == "adapter" else "transformers"
+    name = repo_id.split("/")[-1]
     card_data = ModelCardData(
-        library_name="gguf" if format == "gguf" else library,
+        library_name={"gguf": "gguf", "adapter": "peft"}.get(format, "transformers"),
         pipeline_tag="text-classification" if is_reward else "text-generation",
         tags=[*TAGS, "lora"] if format == "adapter" else TAGS,
-        model_name=repo_id.split("/")[-1],
+        model_name=name,
         **metadata,
     )
-    card = ModelCard.from_template(
-        card_data,
-        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
-        title=repo_id.split("/")[-1],
-        repo_id=repo_id,
-        format=format,
-        tables=(tables or {}) | {"Architecture": _architecture_rows(model)},
-        has_tokenizer=has_tokenizer,
-        travels=travels,
-        library=library,
-        model_class=f"Auto{'Peft' if format == 'adapter' else ''}ModelFor"
-        f"{'SequenceClassification' if is_reward else 'CausalLM'}",
-        # NOTE: AutoTokenizer reads the model's config first, and then asks the user whether to run the code beside it.
-        tokenizer_class="PreTrainedTokenizerFast" if format == "minimind" else "AutoTokenizer",
-        is_served=format == "minimind" and not is_reward,
-        **facts,
-    )
-    return f"{card}\n"
+    facts |= {"title": name, "tables": (tables or {}) | {"Architecture": _architecture(model)}}
+    facts |= {"repo_id": repo_id, "format": format, "is_reward": is_reward, "has_tokenizer": has_tokenizer}
+    template = Path(__file__).with_name("model_card.md.jinja")
+    return f"{ModelCard.from_template(card_data, template_path=str(template), **facts)}\n"
 
 
 def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalResult]:
@@ -220,14 +201,14 @@ def validation_results(metrics: dict[str, float], facts: RunFacts) -> list[EvalR
     ]
 
 
-def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
+def _architecture(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return the sizes of a MiniMind model, without its adapter, as pairs of name and value."""
     config: MiniMindConfig = model.config
     # `get_model_param_count` counts whole parameters, even if ZeRO-3 has sharded them. Only an adapter is trainable,
     # and not the model around it.
     adapter = get_model_param_count(model, trainable_only=True) if is_adapted(model) else 0
     parameters = get_model_param_count(model) - adapter
-    rows = [
+    sizes = [
         ("parameters", f"{parameters:,}"),
         ("layers", config.num_hidden_layers),
         ("width", config.hidden_size),
@@ -237,14 +218,11 @@ def _architecture_rows(model: PreTrainedModel) -> list[tuple[str, Any]]:
     ]
     if is_adapted(model):
         settings = model.active_peft_config
-        rows.append(("adapter", f"{adapter:,} parameters, rank {settings.r}, alpha {settings.lora_alpha}"))
-    if not config.num_experts:
-        return rows
-    # An expert has 3 matrices: gate_proj, up_proj and down_proj. A token is not routed to most of them.
-    expert = 3 * config.hidden_size * config.moe_intermediate_size
-    idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
-    return [
-        *rows,
-        ("parameters active per token", f"{parameters - idle:,}"),
-        ("experts", f"{config.num_experts}, {config.num_experts_per_tok} per token"),
-    ]
+        sizes.append(("adapter", f"{adapter:,} parameters, rank {settings.r}, alpha {settings.lora_alpha}"))
+    if config.num_experts:
+        # An expert has 3 matrices: gate_proj, up_proj and down_proj. A token is not routed to most of them.
+        expert = 3 * config.hidden_size * config.moe_intermediate_size
+        idle = config.num_hidden_layers * (config.num_experts - config.num_experts_per_tok) * expert
+        sizes.append(("parameters active per token", f"{parameters - idle:,}"))
+        sizes.append(("experts", f"{config.num_experts}, {config.num_experts_per_tok} per token"))
+    return sizes

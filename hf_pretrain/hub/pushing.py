@@ -8,27 +8,33 @@ Repositories on the Hub: choose the files of a directory to push, and push them.
 | `checkpoint` | the same, and the newest complete checkpoint as `checkpoint-N/` |
 | `all_checkpoints` | the same, and every complete checkpoint |
 
-Each push is one commit. It uploads hard links, so checkpoint rotation cannot remove the files during the upload.
+Each push is one commit. It uploads hard links, so checkpoint rotation cannot remove the files during the upload, and
+copies without local paths of files that hold such paths. It fails if the Hub answers nothing for ten minutes.
 A checkpoint that is saved while a push is in progress waits, and a newer one takes its place. `all_checkpoints` pushes
 all of them.
 """
 
+import json
 import os
 import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import logging
+from transformers.utils import ADAPTER_CONFIG_NAME, logging
 
+from ..checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from ..model.configuration_minimind import CODE_FILES
 from ..runtime.errors import UserError
+from ..runtime.names import public_name
 
 
 logger = logging.get_logger(__name__)
@@ -37,10 +43,12 @@ logger = logging.get_logger(__name__)
 PUBLISHED = (
     *(REPOCARD_NAME, TRAINER_STATE_NAME, *CODE_FILES),
     *("config.json", "generation_config.json", "model.safetensors", "evaluation.json"),
-    *("adapter_config.json", "adapter_model.safetensors"),
+    *(ADAPTER_CONFIG_NAME, "adapter_model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+# The Hub's client would wait without limit for a Hub that accepts a commit and never answers.
+ANSWER_SECONDS = 600.0
 # The prefix of directories that hold a push in progress.
 _STAGING_PREFIX = ".hub-"
 
@@ -57,6 +65,7 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
         `ValueError`: if the Hub refuses or cannot be reached, with the reason.
     """
     hub = HfApi()
+    get_session().timeout = ANSWER_SECONDS
     try:
         # `create_repo` returns the full id, which adds the user's namespace to a bare name.
         return hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
@@ -104,9 +113,10 @@ def push_folder(
     # Names, not patterns such as *.json: the directory of a run also holds rows of the training data.
     names = published_files(folder, also=also)
     try:
-        api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message=message, allow_patterns=names, revision=revision
-        )
+        with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=folder) as staging:
+            for name in names:
+                link_or_copy(Path(folder, name), Path(staging, name))
+            api.upload_folder(repo_id=repo_id, folder_path=staging, commit_message=message, revision=revision)
     # As above, catch every type of error: the user gets the reason and the command.
     except Exception as error:
         command = shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
@@ -131,48 +141,57 @@ def describe_error(error: BaseException) -> str:
     return text.replace(token, "<token>") if token else text
 
 
+def _public(value: Any) -> Any:
+    """Return JSON content in which the names of directories and files of this machine stand without their paths."""
+    if isinstance(value, dict):
+        return {name: _public(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_public(part) for part in value]
+    return public_name(value) if isinstance(value, str) and Path(value).name != value else value
+
+
 def link_or_copy(source: str | Path, target: str | Path):
-    """Make a hard link, or a copy if the file system has no links."""
+    """
+    Make a hard link, or a copy if the file system has no links. A state or an adapter's config loses its local paths.
+    """
+    if Path(source).name in (TRAINER_STATE_NAME, ADAPTER_CONFIG_NAME):
+        content = _public(json.loads(Path(source).read_text(encoding="utf-8")))
+        Path(target).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
 
 
+@dataclass
 class HubPusher:
     """
     Push checkpoints and the final model of one run. Only the main process uses it.
 
     Args:
-        output_dir (`str` or `Path`): the directory of the run.
+        output_dir (`Path`): the directory of the run.
+        write_card (`Callable`): writes the model card into `output_dir`, before each push of a checkpoint.
         strategy (`str`): a value of [`~transformers.trainer_utils.HubStrategy`].
         revision (`str`, *optional*): the branch to push to.
         pushes_always (`bool`): push a checkpoint even while the previous push is in progress.
-        write_card (`Callable`): writes the model card into `output_dir`, before each push of a checkpoint.
         gives_up (`Callable`): returns whether to stop waiting for pushes.
+        repo_id (`str`, *optional*): the repository, before the first push.
+        report (`str`, *optional*): outcome of the last push, for the report at the end of a run.
     """
 
-    def __init__(
-        self,
-        output_dir: str | Path,
-        *,
-        strategy: str = "every_save",
-        revision: str | None = None,
-        pushes_always: bool = False,
-        write_card: Callable[[], None],
-        gives_up: Callable[[], bool] = lambda: False,
-    ):
-        self.output_dir, self.strategy, self.revision = Path(output_dir), HubStrategy(strategy), revision
-        # `all_checkpoints` pushes every checkpoint, so a newer one must not replace a waiting one.
-        self.pushes_always = pushes_always or self.strategy == HubStrategy.ALL_CHECKPOINTS
-        self.write_card, self.gives_up = write_card, gives_up
-        self.repo_id: str | None = None
-        # Outcome of the last push, for the report at the end of a run.
-        self.report: str | None = None
-        self._hub = HfApi()
-        # The pushes that have not ended, and the directories that they push.
-        self._pushes: dict[Future, Path] = {}
-        self._errors: list[str] = []
+    output_dir: Path
+    write_card: Callable[[], None]
+    strategy: str = HubStrategy.EVERY_SAVE
+    revision: str | None = None
+    pushes_always: bool = False
+    gives_up: Callable[[], bool] = lambda: False
+    repo_id: str | None = None
+    report: str | None = None
+    _hub: HfApi = field(default_factory=HfApi)
+    # The pushes that have not ended, and the directories that they push.
+    _pushes: dict[Future, Path] = field(default_factory=dict)
+    _errors: list[str] = field(default_factory=list)
 
     def push_checkpoint(self, checkpoint: Path) -> None:
         """Push a complete checkpoint in the background. It replaces one that waits for the end of a push."""
@@ -187,7 +206,8 @@ class HubPusher:
         shutil.copy2(self.output_dir / REPOCARD_NAME, staging)
         if self.strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             shutil.copytree(checkpoint, staging / checkpoint.name, copy_function=link_or_copy)
-        if not self.pushes_always:
+        # `all_checkpoints` pushes every checkpoint, so a newer one must not replace a waiting one.
+        if not self.pushes_always and self.strategy != HubStrategy.ALL_CHECKPOINTS:
             for push in [push for push in self._pushes if push.cancel()]:
                 shutil.rmtree(self._pushes.pop(push))
         # `run_as_future` uses one thread, so pushes run one after another.
@@ -197,6 +217,11 @@ class HubPusher:
     def _upload(self, staging: Path, message: str) -> None:
         """Push everything in `staging` in one commit. Remove `staging`."""
         try:
+            for manifest in staging.glob(f"*/{MANIFEST_NAME}"):
+                # The checksums changed with the files. It is a link to the run's own manifest, which stays.
+                run = read_manifest(manifest.parent)["run"]
+                manifest.unlink()
+                write_manifest(manifest.parent, _public(run))
             self._hub.upload_folder(
                 repo_id=self.repo_id,
                 folder_path=staging,

@@ -37,7 +37,7 @@ TESTED_VERSIONS = "5.23 to 5.24"
 FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
-    *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "experts.py"),
+    *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "mlp.py"),
     *("decoder_layer.py", "inputs.py", "loss.py", "pretrained.py"),
 )
 AUTO_MAP = {
@@ -143,23 +143,18 @@ class MiniMindConfig(PreTrainedConfig):
     }
     # transformers shards the decoder by these plans of tensor and expert parallelism.
     base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
         # Ranks split the heads. Each rank holds the whole norm, but sees only the gradient of its own heads.
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        **{f"layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
         "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+        **{
+            f"layers.*.mlp.{name}_proj": "colwise"
+            for name in ("gate", "up", "shared_experts.gate", "shared_experts.up")
+        },
+        **{f"layers.*.mlp.{part}down_proj": "rowwise" for part in ("", "experts.", "shared_experts.")},
         # Gate and up rows lie in one matrix; each rank needs its share of both.
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        "layers.*.mlp.shared_experts.gate_proj": "colwise",
-        "layers.*.mlp.shared_experts.up_proj": "colwise",
-        "layers.*.mlp.shared_experts.down_proj": "rowwise",
     }
     base_model_ep_plan = {
         "layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
@@ -251,20 +246,15 @@ class MiniMindConfig(PreTrainedConfig):
             )
         # The rotation multiplies pairs of channels as complex numbers.
         if self.head_dim % 2 != 0:
-            raise ValueError(
-                f"head_dim={self.head_dim} is odd; the rotary embedding rotates pairs of channels. Use an even one."
-            )
+            raise ValueError(f"head_dim={self.head_dim} is odd, but pairs of channels rotate. Use an even one.")
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} must lie between 1 and "
-                f"num_experts={self.num_experts}."
-            )
+            limits = f"between 1 and num_experts={self.num_experts}"
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} must lie {limits}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f'hidden_act={self.hidden_act!r} is not an activation of transformers; use "silu".')
         if self.router_aux_loss_level not in ("sequence", "batch"):
-            raise ValueError(
-                f'router_aux_loss_level="{self.router_aux_loss_level}" is unknown; use "sequence" or "batch".'
-            )
+            level = self.router_aux_loss_level
+            raise ValueError(f'router_aux_loss_level="{level}" is unknown; use "sequence" or "batch".')
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any):
         """
@@ -297,9 +287,8 @@ class MiniMindConfig(PreTrainedConfig):
         version = config_dict.get("format_version")
         if version is None:
             raise ValueError(
-                "This config.json has no `format_version`: MiniMind itself wrote it. Its weights have the same names "
-                "in another layout and would give wrong logits here. Convert the checkpoint once with "
-                "`hf_pretrain.weights.importing.load_upstream(path)` or "
+                "This config.json has no `format_version`: MiniMind itself wrote it, and its weights would give wrong "
+                "logits here. Convert the checkpoint once with `hf_pretrain.weights.importing.load_upstream(path)` or "
                 "`hf-pretrain convert --from PATH --to DIR`."
             )
         if not isinstance(version, int) or version > FORMAT_VERSION:

@@ -1,6 +1,6 @@
 """
 One layer of the decoder: RMSNorm, attention with rotary positions, and the residual connections. The feed-forward part
-stands in `experts.py`.
+stands in `mlp.py`.
 """
 
 from dataclasses import fields
@@ -17,7 +17,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .configuration_minimind import MiniMindConfig
-from .experts import MiniMindMLP, MiniMindResidualProjection, MiniMindSparseMoeBlock
+from .mlp import MiniMindMLP, MiniMindResidualProjection, MiniMindSparseMoeBlock
 from .packed_attention import compute_dtype
 from .rotary import apply_rotary_pos_emb
 
@@ -58,12 +58,11 @@ class MiniMindAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.dropout
         self.is_causal = True
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = MiniMindResidualProjection(
-            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
-        )
+        width, key_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
+        self.o_proj = MiniMindResidualProjection(width, config.hidden_size, bias=False)
         if config.qk_norm:
             self.q_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = MiniMindRMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -105,19 +104,9 @@ class MiniMindAttention(nn.Module):
             # (batch_size, num_heads, seq_len, head_dim) -> (batch_size, num_heads, past_len + seq_len, head_dim)
             key, value = cache.update(key, value, self.layer_idx)
 
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **kwargs,
-        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
+        output, weights = attend(self, query, key, value, attention_mask, **kwargs)
         # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, seq_len, num_heads * head_dim)
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
@@ -150,13 +139,8 @@ class MiniMindDecoderLayer(GradientCheckpointingLayer):
             `tuple`: the hidden states, and the router logits of shape `(batch_size * seq_len, num_experts)`, or `None`
             without experts. A hook that recorded these logits would split the compiled graph of the layer.
         """
-        attention_output, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            cache=cache,
-            **kwargs,
-        )
+        normed = self.input_layernorm(hidden_states)
+        attention_output, _ = self.self_attn(normed, position_embeddings, attention_mask, cache, **kwargs)
         hidden_states = hidden_states + self.dropout(attention_output)
         mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
         mlp_output, router_logits = mlp_output if isinstance(mlp_output, tuple) else (mlp_output, None)

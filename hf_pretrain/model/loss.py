@@ -6,8 +6,7 @@ Let `w[t]` be the weight of predicting token `t` from the tokens before it. Then
     sum of w * CE / sum of w   +   router_aux_loss_coef * sum of aux_d over documents / number of documents
 
 The sums run over all micro-batches of all ranks. With `router_aux_loss_level="batch"`, `aux` is one product of means
-over each micro-batch instead, and depends on its size. This file travels to the Hub with every checkpoint and imports
-nothing of the package.
+over each micro-batch instead, and depends on its size. This file travels to the Hub with every checkpoint.
 """
 
 from typing import NamedTuple
@@ -15,6 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from .packed_attention import compute_dtype
 
 
 IGNORE_INDEX = -100
@@ -126,7 +127,7 @@ def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torc
 
 
 def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | None) -> torch.Tensor | float:
-    """Return `num_items_in_batch`, or the sum of the weights where the caller gave none."""
+    """Return `num_items_in_batch`, or the sum of `weights` `(batch_size * seq_len,)` where the caller gave none."""
     if num_items_in_batch is not None:
         return num_items_in_batch
     # A batch whose weights are all zero contributes 0 instead of 0 / 0. An `if` would wait for the GPU; `where` does
@@ -140,17 +141,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     Loss and gradients need the same logits, so computing both at once saves a second matrix product per chunk.
     Backward multiplies the stored gradients by the gradient of the sum.
+
+    Shapes: `hidden_states` `(num_tokens, hidden_size)`, `weight` `(vocab_size, hidden_size)`, `targets` and `weights`
+    `(num_tokens,)`, the result a scalar.
     """
 
     @staticmethod
     def forward(ctx, hidden_states, weight, targets, weights):
         device = hidden_states.device.type
-        if torch.is_autocast_enabled(device):
-            # Cast as autocast would, once instead of once per chunk.
-            dtype = torch.get_autocast_dtype(device)
-            hidden, matrix = hidden_states.to(dtype), weight.to(dtype)
-        else:
-            hidden, matrix = hidden_states, weight
+        # Cast as autocast would, once instead of once per chunk.
+        hidden, matrix = (part.to(compute_dtype(part)) for part in (hidden_states, weight))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.

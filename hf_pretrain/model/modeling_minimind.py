@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_minimind import MiniMindConfig
 
 # NOTE: `set_experts_implementation` of transformers works only if the source of this file holds the text
-# `@use_experts_implementation`. The decorator stands in experts.py, so transformers finds it in this comment.
+# `@use_experts_implementation`. The decorator stands in mlp.py, so transformers finds it in this comment.
 from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
 from .inputs import check_names, check_positions, unmask_packed_rows
 from .loss import MiniMindLMHead, find_documents, masked_cross_entropy, prediction_weights, router_loss
@@ -117,19 +117,12 @@ class MiniMindModel(MiniMindPreTrainedModel):
         check_positions(position_ids, length=seq_len, limit=self.config.max_position_embeddings)
 
         causal_mask = None
-        cu_seq_lens, max_length = kwargs.pop("cu_seq_lens_q", None), kwargs.pop("max_length_q", None)
+        lengths = {"cu_seq_lens": kwargs.pop("cu_seq_lens_q", None), "max_length": kwargs.pop("max_length_q", None)}
         if kwargs.get("packed_documents") is None:
             # NOTE: this must run before the cache is created. Given a cache, even an empty one, transformers does not
             # look for packed documents.
             causal_mask, kwargs["packed_documents"] = find_visible(
-                self.config,
-                inputs_embeds,
-                position_ids,
-                attention_mask=attention_mask,
-                cache=cache,
-                is_training=self.training,
-                cu_seq_lens=cu_seq_lens,
-                max_length=max_length,
+                self.config, inputs_embeds, position_ids, attention_mask, cache, is_training=self.training, **lengths
             )
         if use_cache and cache is None:
             # The mask above does not depend on this cache: it is empty, so every visible token lies in the input.
@@ -197,6 +190,13 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             state_dict.pop("lm_head.weight", None)
         return state_dict
 
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if type(self.lm_head) is nn.Linear:
+            # NOTE: transformers replaces an untied head by a plain one, which computes all logits.
+            self.lm_head.__class__ = MiniMindLMHead
+        return embeddings
+
     def generate(self, *args, **kwargs):
         """Generate as transformers does, but without the compiled graphs of single layers."""
         # NOTE: each layer of a cache would compile a separate graph. Past its recompile limit, the compiler falls back
@@ -215,7 +215,10 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         skip_logits: bool,
         **weighting: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the logits, and the cross-entropy of `labels`."""
+        """
+        Return the logits `(batch_size, kept, vocab_size)` of hidden states `(batch_size, seq_len, hidden_size)`, and
+        the cross-entropy of `labels` `(batch_size, seq_len)`. Each may be `None`.
+        """
         # The fused loss reads the whole weight matrix. An adapter may have wrapped the head, and tensor parallelism
         # splits it.
         is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
@@ -286,7 +289,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             num_documents_in_batch (scalar, *optional*): divisor of the router loss, in documents. If the caller passes
                 only `num_items_in_batch`, the router loss is multiplied by this call's share of the items.
             output_router_logits (`bool`, *optional*): return the router logits of every layer, and `aux_loss` also
-                without `labels`.
+                without `labels` while the model does not train.
             logits_to_keep (`int` or `torch.Tensor`, defaults to 0): compute logits only for the last positions, or for
                 these indices; 0 means all.
             skip_logits (`bool`, defaults to `False`): with `labels`, return the loss without logits. The logits are
@@ -305,7 +308,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if labels is not None and use_cache is None:
             # Nobody continues a text whose loss is computed, and training must not keep keys and values.
             use_cache = False
-        needs_router_loss = bool(self.config.num_experts) and (labels is not None or output_router_logits)
+        # A training loop of one's own may compute the cross-entropy itself, without labels.
+        trains = labels is not None or (self.training and torch.is_grad_enabled())
+        needs_router_loss = bool(self.config.num_experts) and (trains or output_router_logits)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .configuration_minimind import MiniMindConfig
 from .decoder_layer import MiniMindAttention, MiniMindDecoderLayer
-from .experts import MiniMindExperts, MiniMindResidualProjection, MiniMindTopKRouter
+from .mlp import MiniMindExperts, MiniMindResidualProjection, MiniMindTopKRouter
 from .rotary import MiniMindRotaryEmbedding, precompute_pos_cis
 
 
@@ -32,10 +32,7 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {
-        "hidden_states": MiniMindDecoderLayer,
-        "attentions": MiniMindAttention,
-    }
+    _can_record_outputs = {"hidden_states": MiniMindDecoderLayer, "attentions": MiniMindAttention}
     # Every rank computes the same table, so DDP need not broadcast it. NCCL has refused complex tensors
     # (https://github.com/pytorch/pytorch/issues/71613).
     _ddp_params_and_buffers_to_ignore = {"rotary_emb.pos_cis", "model.rotary_emb.pos_cis"}

@@ -1,1 +1,3 @@
-"""The files that a run leaves, and the page of one or several runs: HTML without scripts that needs no network."""
+"""
+The metrics and the files of a run, and the page of one or several runs: HTML without scripts that needs no network.
+"""

@@ -6,7 +6,6 @@ The page is one file without scripts that needs no network: text, tables and SVG
 
 import io
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from ..runtime.metrics import METRICS, named_figures
 from ..runtime.writing import written_whole
+from .metrics import METRICS, named_figures
 from .run_files import Run
 
 
@@ -56,16 +55,16 @@ def write_page(runs: list[Run], path: Path, *, title: str | None = None, notes: 
         title (`str`, *optional*): its heading; by default the names of the runs.
         notes (`Sequence[str]`): sentences below the heading.
     """
-    names = [run.name for run in runs]
+    names, headlines = [run.name for run in runs], [dict(_headlines(run)) for run in runs]
     text = _environment.get_template("page.html.jinja").render(
         title=title or ("Comparison of " * (len(runs) > 1) + ", ".join(names)),
         notes=notes,
         runs=runs,
         colours=dict(zip(names, COLOURS * len(runs), strict=False)),
         differences=find_differences(runs),
-        headlines=[_headlines(run) for run in runs],
+        headlines=headlines,
+        labels=list(dict.fromkeys(itertools.chain.from_iterable(headlines))),
         charts=list(_draw_charts(runs)),
-        events=[(run.name, *event) for run in runs for event in _events(run)],
     )
     # A browser must not read half a page.
     with written_whole(path.parent) as scratch:
@@ -87,19 +86,25 @@ def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
 
 def _headlines(run: Run) -> list[tuple[str, str]]:
     """Return the final figures of a run as pairs of label and text."""
-    rows = []
+    figures = []
     for metric in METRICS:
         if (value := run.last(metric.key)) is not None:
-            rows.append((metric.label, f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()))
+            text = f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()
+            first = next(entry for entry in run.log if metric.key in entry)
+            if first["step"] == 0 and run.log[-1]["step"] > 0:
+                text += f" ({first[metric.key]:.4f} before)"
+            if metric.key == "eval_loss" and run.unigram_loss is not None:
+                text += f" (a unigram model: {run.unigram_loss:.4f})"
+            figures.append((metric.label, text))
     named = named_figures(itertools.chain.from_iterable(run.log))
-    rows += [(label, f"{run.last(key):.4f}") for key, label in named.items()]
+    figures += [(label, f"{run.last(key):.4f}") for key, label in named.items()]
     if run.log:
-        rows.append(("steps", f"{run.log[-1]['step']:,}"))
+        figures.append(("steps", f"{run.log[-1]['step']:,}"))
     if tokens := run.last("num_input_tokens_seen"):
-        rows.append(("tokens seen", f"{tokens:,}"))
+        figures.append(("tokens seen", f"{tokens:,}"))
     if seconds := sum(entry.get("training_seconds", 0.0) for entry in run.log):
-        rows.append(("time of training", f"{seconds / 60:,.1f} min"))
-    return rows
+        figures.append(("time of training", f"{seconds / 60:,.1f} min"))
+    return figures
 
 
 def _draw_charts(runs: list[Run]) -> Iterator[tuple[str, str]]:
@@ -110,13 +115,20 @@ def _draw_charts(runs: list[Run]) -> Iterator[tuple[str, str]]:
         lines = _lines(runs, measure, over=over, label="training", style={"alpha": 0.45})
         dots = {"marker": "o", "markersize": 3}
         lines += _lines(runs, f"eval_{measure}", over=over, label="validation", style=dots)
-        if lines:
-            chart = line_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure])
-            yield f"{measure.capitalize()} over {over}", to_svg(chart)
+        places = [x for _, xs, _, _ in lines for x in xs]
+        for number, run in enumerate(runs if measure == "loss" and places else ()):
+            if run.unigram_loss is not None:
+                name = f"{run.name} unigram model" if len(runs) > 1 else "unigram model"
+                style = {"color": COLOURS[number % len(COLOURS)], "linestyle": ":"}
+                lines.append((name, [min(places), max(places)], [run.unigram_loss] * 2, style))
+        # A run that was too short to log the time of its steps has all its points at one.
+        if len(places) == 1 or len({*places}) > 1:
+            chart = draw_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure])
+            yield f"{measure.capitalize()} over {over}", chart
     for title, key, y_label in _CHARTS:
         if lines := _lines(runs, key):
-            chart = line_chart(lines, x_label=_X_LABELS["tokens"], y_label=y_label, from_zero=key in _FROM_ZERO)
-            yield title, to_svg(chart)
+            labels = {"x_label": _X_LABELS["tokens"], "y_label": y_label}
+            yield title, draw_chart(lines, **labels, from_zero=key in _FROM_ZERO)
 
 
 def _lines(
@@ -132,20 +144,9 @@ def _lines(
     return lines
 
 
-def _events(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield time and text of the events of a run, in their order."""
-    for launch in run.launches:
-        resumed = launch.get("resumed_from")
-        yield launch.get("started", ""), f"resumed from {resumed}" if resumed else "started"
-        if "stopped" in launch:
-            yield "", f"stopped: {launch['stopped']}"
-        if "ended" in launch:
-            yield launch["ended"], "ended"
-
-
-def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool = False) -> Figure:
+def draw_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
     """
-    Return a chart of lines.
+    Return a chart of lines as an SVG element. The style of the page sets its size.
 
     Args:
         lines (`list`): label, x values, y values and arguments of `Axes.plot` of each line.
@@ -166,16 +167,9 @@ def line_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
     axes.grid(alpha=0.25)
     if len(lines) > 1:
         axes.legend(fontsize=8, frameon=False)
-    return figure
-
-
-def to_svg(figure: Figure) -> str:
-    """Return the SVG element of a figure, without width and height, so that the page sets its size."""
     text = io.StringIO()
     # Keep text as text, in the font of the page. The salt makes the ids depend on the figure alone.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_pretrain", "font.family": "sans-serif"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    # The view box gives the proportions.
-    return re.sub(r'^(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'^(<svg[^>]*?) height="[^"]*"', r"\1", svg))
+    # Leave out the XML declaration.
+    return text.getvalue()[text.getvalue().index("<svg") :]

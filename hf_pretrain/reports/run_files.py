@@ -1,16 +1,22 @@
 """Read the records of a run: `run.json`, and the log in `trainer_state.json`."""
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..runtime.metrics import NATS
+from ..weights.weight_files import read_json
+from .metrics import NATS
 
+
+logger = logging.get_logger(__name__)
 
 RECORD_NAME = "run.json"
 REPORT_NAME = "report.html"
@@ -37,13 +43,18 @@ class Run:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the last launch."""
-        return self.last_launch.get("arguments", {})
+        """The arguments of the last launch that has some: a launch records them when its training begins."""
+        return next((launch["arguments"] for launch in reversed(self.launches) if "arguments" in launch), {})
 
     @property
     def loss_unit(self) -> str:
         """The unit of the loss, such as `nats per token`, or the algorithm whose loss it is."""
         return self.last_launch.get("loss_unit", NATS)
+
+    @property
+    def unigram_loss(self) -> float | None:
+        """The validation loss of a unigram model, which the end of a pretraining records."""
+        return self.last_launch.get("unigram_loss")
 
     @property
     def has_answers(self) -> bool:
@@ -64,13 +75,17 @@ class Run:
             key (`str`): name of the figure in the log.
             over (`str`): `tokens` (millions that the run has seen) or `minutes` (of training, without evaluations).
         """
-        seconds = 0.0
+        timed = [entry for entry in self.log if "training_seconds" in entry]
+        steps = [0, *(entry["step"] for entry in timed)]
+        seconds = [0.0, *itertools.accumulate(entry["training_seconds"] for entry in timed)]
+        if timed and self.log[-1]["step"] > steps[-1] > 0:
+            # The last steps were too few for a log of their own.
+            steps, seconds = [*steps, self.log[-1]["step"]], [*seconds, seconds[-1] * self.log[-1]["step"] / steps[-1]]
         points: dict[int, tuple[float, float]] = {}
         for entry in self.log:
-            seconds += entry.get("training_seconds", 0.0)
             if key in entry and "num_input_tokens_seen" in entry:
-                x = entry["num_input_tokens_seen"] / 1e6 if over == "tokens" else seconds / 60
-                points.setdefault(entry["step"], (x, entry[key]))
+                tokens, minutes = entry["num_input_tokens_seen"] / 1e6, np.interp(entry["step"], steps, seconds) / 60
+                points.setdefault(entry["step"], (tokens if over == "tokens" else minutes, entry[key]))
         return [x for x, _ in points.values()], [y for _, y in points.values()]
 
     def last(self, key: str) -> Any:
@@ -83,7 +98,7 @@ def read_run(directory: str | Path) -> Run:
     directory = Path(directory)
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
-    log = json.loads(newest.read_text(encoding="utf-8"))["log_history"] if newest else []
+    log = read_json(newest).get("log_history", []) if newest else []
     return Run(directory.resolve().name, read_launches(directory), log)
 
 
@@ -95,7 +110,7 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
         `tuple`: the runs, and for each directory without a run the reason why it is left out.
 
     Raises:
-        `ValueError`: if no directory holds a run that trained.
+        `UserError`: if no directory holds a run that trained.
     """
     runs, reasons = [], []
     for directory in dict.fromkeys(directories):
@@ -122,4 +137,9 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:
     """Return the launches that `run.json` holds; an empty list if there is no such file."""
     record = Path(directory, RECORD_NAME)
-    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+    try:
+        launches = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+        return [dict(launch) for launch in launches]
+    except (ValueError, TypeError) as error:
+        logger.warning(f"{record} is damaged ({error}), so it is left out.")
+        return []

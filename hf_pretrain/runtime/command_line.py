@@ -6,6 +6,7 @@ ends with one line; after a bug, it ends with a traceback. Messages of libraries
 them.
 """
 
+import errno
 import io
 import logging
 import os
@@ -15,8 +16,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import datasets
@@ -27,14 +28,72 @@ from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError
+from .signals import interrupt
 from .writing import refused_write
 
 
 EXIT_MISTAKE = 2
 # EX_IOERR of sysexits.h: the output could not be written.
 EXIT_NOT_SAVED = 74
+# What a shell reports of a program whose reader has gone, as with `| head`.
+EXIT_UNREAD = 141
 # After the first rank has stopped, every supported launcher ends the others within this many seconds.
 _LAUNCHER_SECONDS = 20.0
+
+
+class _Output:
+    """
+    A standard stream that drops what cannot be written: no output is worth a run. Ctrl-C ends the tee of
+    `2>&1 | tee run.log` before the run, terminals are closed, and disks are full.
+    """
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, action: Callable[..., Any], *arguments: str) -> None:
+        """If an action fails, drop the rest of the output, also of libraries in C and of child processes."""
+        try:
+            action(*arguments)
+        except OSError as error:
+            self.error = error
+            with suppress(OSError), open(os.devnull, "w", encoding="utf-8") as null:
+                os.dup2(null.fileno(), self.stream.fileno())
+
+
+def _drop_failed_output() -> None:
+    """Let the standard streams drop what cannot be written. A closed one (`>&-`) is opened again, for nothing."""
+    for name in ("stdout", "stderr"):
+        stream = vars(sys)[name]
+        if stream is None:
+            # Otherwise, the next file that is opened would get its number, and the output of libraries in C.
+            stream = open(os.devnull, "w", encoding="utf-8")
+        if isinstance(stream, io.TextIOWrapper):
+            if name == "stdout":
+                # A pipe on Windows has the code page of the system, which may not contain the characters of a sample.
+                stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, _Output(stream))
+
+
+def print_result(text: str, end: str = "\n") -> None:
+    """
+    Print the result of a command that writes it nowhere else. Other output may get lost, the result may not: a disk
+    that is full raises `OSError`, and a reader that has gone (`| head`) ends the command without a message.
+    """
+    print(text, end=end, flush=True)
+    error = sys.stdout.error if isinstance(sys.stdout, _Output) else None
+    if error is not None:
+        raise SystemExit(EXIT_UNREAD) if error.errno == errno.EPIPE else error
 
 
 def is_main() -> bool:
@@ -85,6 +144,8 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
         # accelerate has chosen a number itself.
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        # peft looks for the base model's config at each save. No recipe changes the vocabulary beneath an adapter.
+        warnings.filterwarnings("ignore", message="Could not find a config file in|Unable to fetch remote file")
     # NOTE: MLflow reads it when it is imported. It logs each step of making a database.
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     # NOTE: DeepSpeed logs it on every import. A filter, and no other level: its warnings must still appear.
@@ -103,16 +164,17 @@ def one_line_errors() -> Iterator[None]:
     """
     Turn mistakes of the user into one line, `error: ...`, and an exit status.
 
-    The status is 2 for a mistake and 74 for a disk that is full or not writable, also for the disk of the caches
-    (`HF_HOME`). All other exceptions keep their traceback. Unless [`is_quiet`], all exceptions do.
+    The status is 2 for a mistake and for a file that cannot be used, and 74 for a disk that is full or not writable,
+    also for the disk of the caches (`HF_HOME`). All other exceptions keep their traceback. Unless [`is_quiet`], all
+    exceptions do.
 
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
     line only if it does not, because the first rank may not have made the mistake.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    _drop_failed_output()
     quiet_libraries()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A pipe on Windows has the code page of the system, which may not contain the characters of a sample.
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except KeyboardInterrupt:
@@ -120,9 +182,13 @@ def one_line_errors() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
     except Exception as error:
-        # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
-        mistake = str(error).rpartition("UserError: ")[2] if isinstance(error, UserError) else None
-        refusal = _refusal_of_a_disk(error) if mistake is None else None
+        refusal = mistake = None
+        if isinstance(error, UserError):
+            # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
+            mistake = str(error).rpartition("UserError: ")[2]
+        elif (refusal := _refusal_of_a_disk(error)) is None and isinstance(error, OSError | SyntaxError):
+            # They name the file, or the server. The readers of damaged files raise `UserError`.
+            mistake = f"{str(error) or type(error).__name__}. Check the names and the files of this command."
         if not is_quiet() or (mistake is None and refusal is None):
             raise
         # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.

@@ -18,16 +18,10 @@ from .errors import UserError
 logger = logging.get_logger(__name__)
 
 
-# Parameters of mallopt, from glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-# The heap grows by this many bytes at once. Pages that are never touched take no memory.
-_TOP_PAD_BYTES = 256 << 20
-
-
 def describe_found() -> str:
     """Return a few words that name the kind of device that torch has found."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return f"torch {torch.__version__} found {accelerator.type if accelerator is not None else 'no accelerator'}"
+    found = default_device_type(use_cpu=False)
+    return f"torch {torch.__version__} found {'no accelerator' if found == 'cpu' else found}"
 
 
 def default_device_type(*, use_cpu: bool) -> str:
@@ -45,21 +39,17 @@ def find_unused_gpu() -> str | None:
     if torch.cuda.is_available() or is_hidden or shutil.which("nvidia-smi") is None:
         return None
     words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    listed = subprocess.run(words, capture_output=True, text=True)
-    found = re.match(r"(.+), ([.\d]+)", listed.stdout)
-    if listed.returncode != 0 or found is None:
+    found = re.match(r"(.+), ([.\d]+)", subprocess.run(words, capture_output=True, text=True).stdout)
+    if found is None:
         return None
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    version = torch.__version__.partition("+")[0]
-    index = "https://download.pytorch.org/whl/cu130"
-    advice = (
-        "Update the driver, or install a torch that fits it (https://pytorch.org/get-started/locally)"
-        if torch.version.cuda
-        else f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
-    )
+    built, advice = f"for CUDA {torch.version.cuda}", "Update the driver, or install a torch that fits it"
+    if not torch.version.cuda:
+        version = torch.__version__.partition("+")[0]
+        index = "https://download.pytorch.org/whl/cu130"
+        built, advice = "without CUDA", f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
     return (
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
-        f"use it. {advice}."
+        f"use it. {advice} (https://pytorch.org/get-started/locally)."
     )
 
 
@@ -123,8 +113,8 @@ def keep_freed_blocks() -> None:
     is_configured = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     if is_configured or platform.libc_ver()[0] != "glibc":
         return
-    libc = ctypes.CDLL(None)
-    # Give large blocks a place in the heap instead of a mapping of their own, and never shrink the heap.
-    libc.mallopt(_M_MMAP_MAX, 0)
-    libc.mallopt(_M_TRIM_THRESHOLD, -1)
-    libc.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
+    # From glibc's malloc.h: give large blocks a place in the heap instead of mappings of their own (M_MMAP_MAX), never
+    # shrink the heap (M_TRIM_THRESHOLD), and let it grow by 256 MiB at once (M_TOP_PAD). Pages that are never touched
+    # take no memory.
+    for parameter, value in ((-4, 0), (-1, -1), (-2, 256 << 20)):
+        ctypes.CDLL(None).mallopt(parameter, value)

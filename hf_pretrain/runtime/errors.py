@@ -1,6 +1,8 @@
 """The errors of this package for mistakes of the user. All other exceptions are bugs, or come from libraries."""
 
+import os
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,11 +39,23 @@ def as_user_errors() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
+def find_program(name: str) -> str:
+    """
+    Return the word that starts a program of this environment in the user's shell: its name if the environment is
+    active, and otherwise its path, as after `make`.
+    """
+    beside = Path(sys.executable).with_name(name)
+    # venv and conda set the variables when they activate an environment.
+    is_active = sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX"))
+    if is_active or not beside.is_file():
+        return name
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
+
+
 def install_command(extra: str) -> str:
     """Return the command that adds an extra (a key of `optional-dependencies` in pyproject.toml)."""
-    if (_ROOT / "pyproject.toml").is_file():
-        return shlex.join(["pip", "install", "-e", f"{_ROOT}[{extra}]"])
-    return shlex.join(["pip", "install", f"hf_pretrain[{extra}]"])
+    source = ["-e", f"{_ROOT}[{extra}]"] if (_ROOT / "pyproject.toml").is_file() else [f"hf_pretrain[{extra}]"]
+    return shlex.join([find_program("pip"), "install", *source])
 
 
 @contextmanager

@@ -15,25 +15,12 @@ _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """
-    Return the end of a message that names the known word that is most similar to `word`, or "" if none is similar.
-
-    Words are similar if they differ in a character or two, or if one begins with the parts of the other, as
-    `gradient_accumulation_steps` does with those of `gradient_accumulation`, and has not twice as many.
-    """
-    parts = re.split(r"[\W_]", word)
-
-    def is_similar(name: str) -> bool:
-        others = re.split(r"[\W_]", name)
-        begins = all(_similarity(part, other) > 0.75 for part, other in zip(parts, others, strict=False))
-        return _similarity(word, name) >= 0.9 or (begins and len(parts) <= len(others) <= 2 * len(parts))
-
-    found = max(filter(is_similar, known), key=lambda name: _similarity(word, name), default=None)
-    return f"; the nearest one is {found}" if found else ""
-
-
-def _similarity(word: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, word, other).ratio()
+    """Return the end of a message that names the known word most similar to `word`, or that begins with it."""
+    known = list(known)
+    longer = [name for name in known if name.startswith(word) and len(name) < 2 * len(word)]
+    # The parts of a long name are similar to those of unrelated ones, such as `use_lora` and `use_dora`.
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.9 if "_" in word else 0.8) or sorted(longer, key=len)
+    return f"; the nearest one is {near[0]}" if near else ""
 
 
 def check_word(flag: str, word: str, known: Iterable[str]) -> None:
@@ -51,7 +38,8 @@ def check_choices(arguments: Any) -> None:
     for field in dataclasses.fields(arguments):
         value = vars(arguments).get(field.name)
         if "choices" in field.metadata and value is not None:
-            check_word(f"--{field.name}", value, field.metadata["choices"])
+            for word in value if isinstance(value, list) else [value]:
+                check_word(f"--{field.name}", word, field.metadata["choices"])
 
 
 def is_path(name: str | Path) -> bool:
@@ -121,4 +109,17 @@ def may_be_checkpoint(name: str | Path) -> bool:
     Return whether `name` is a directory or may be a Hub id. Only these can hold a config or a tokenizer; a single
     weight file cannot.
     """
-    return Path(name).is_dir() or not (is_path(name) or split_hub_name(str(name))[1])
+    text = str(name)
+    return Path(name).is_dir() or not (is_path(name) or split_hub_name(text)[1] or text.startswith("embedded:"))
+
+
+def is_local(name: str) -> bool:
+    """Return whether a dataset or model name is a path or a glob on this machine."""
+    # A split stands in brackets, too.
+    repo_id = DatasetName.parse(name).repo_id
+    return "://" not in name and (is_path(name) or any(mark in repo_id for mark in "*?["))
+
+
+def public_name(name: str) -> str:
+    """Return a name that does not show the directories of this machine, for what may be pushed."""
+    return Path(name).name if is_local(name) else name

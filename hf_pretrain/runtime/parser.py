@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from .bounds import check_bounds
 from .errors import UserError
 from .names import hint
 
@@ -33,7 +34,7 @@ class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
             return super()._format_action_invocation(action)
         # HfArgumentParser also accepts dashes for underscores. A switch needs no value.
         value = "|".join(map(str, action.choices)) if action.choices else "VALUE"
-        return action.option_strings[0] + ("" if action.nargs in (0, "?") else f" {value}")
+        return min(action.option_strings, key=len) + ("" if action.nargs in (0, "?") else f" {value}")
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # `is`, because 0 is a default to show, although it equals False.
@@ -73,7 +74,10 @@ class RecipeParser(HfArgumentParser):
         return formatter.format_help()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments. Raise `UserError` for an unknown one, which names a similar one, and for empty ones."""
+        """
+        Parse all arguments. Raise `UserError` for an unknown one, which names a similar one, and for values that are
+        empty or out of bounds.
+        """
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             word = next((word for word in unknown if word.startswith("--")), unknown[0])
@@ -84,11 +88,12 @@ class RecipeParser(HfArgumentParser):
             # A variable of the shell may be unset. `Path("")` would be the working directory.
             if value == "" and self.get_default(name) != "":
                 raise UserError(f"--{name} is empty. Give it a value, or leave the flag out.")
+        check_bounds(vars(namespace))
         return namespace
 
     def error(self, message: str) -> NoReturn:
-        # argparse names both spellings of a flag.
-        message = re.sub(r"^argument (--\w+)(/--[\w-]+)?", r"\1", message)
+        # argparse names all spellings of a flag. The last one that has no dashes is the usual one.
+        message = re.sub(r"^argument [^:]*?(--\w+)(/--\w+-[\w-]+)?:", r"\1:", message)
         raise UserError(f"{message}. `--help` lists the flags.")
 
 
@@ -136,6 +141,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         content = yaml.load(path.read_bytes(), Loader=ConfigLoader)
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"--config {path} cannot be read: {error}. Name a YAML file.") from None
+    except RecursionError:
+        raise UserError(f"--config {path} extends itself, or is nested too deeply. Correct `extends`.") from None
     if not isinstance(content, dict):
         raise UserError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
     parent = content.pop("extends", None)

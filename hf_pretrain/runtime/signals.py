@@ -1,6 +1,12 @@
-"""Listen for the signals that ask a run to stop, and stop ranks whose launcher is gone."""
+"""
+Listen for the signals that ask a run to stop, tell a real Ctrl-C from an exit of the user's code, and stop ranks whose
+launcher is gone.
+
+The package imports this module before all others, so it imports no large library.
+"""
 
 import atexit
+import inspect
 import multiprocessing
 import os
 import signal
@@ -9,20 +15,59 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import psutil
-from torch.utils.data import DataLoader
-from transformers.utils import logging
 
-
-logger = logging.get_logger(__name__)
 
 # Windows has only the first two.
 SIGNALS = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")]
 # The terminal sends a signal to every process, and launchers forward it again. The copy arrives within this time.
 _COPY_SECONDS = 2.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user has pressed Ctrl-C. A plain `KeyboardInterrupt` may come from code of the user."""
+
+
+class UserCodeExit(BaseException):
+    """
+    Code of the user, such as a reward, has raised `SystemExit` or `KeyboardInterrupt`, which would end the run as a
+    success, or without a message.
+
+    It is no `Exception`, because TRL turns those of a tool into its result.
+    """
+
+
+def interrupt(number: int, frame: Any) -> None:
+    """Raise [`Interrupted`]: the handler of Ctrl-C."""
+    raise Interrupted
+
+
+@contextmanager
+def running_user_code(what: str) -> Iterator[None]:
+    """Raise `UserCodeExit` if the block, which runs code of the user, exits. `what` names the code."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise UserCodeExit(f"{what} ended with {error!r}. Return a value there, or raise another error.") from error
+
+
+def guard_user_code(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """Return a function of the user that runs as [`running_user_code`] describes."""
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        return running_user_code(what)(function)
+
+    @wraps(function)
+    async def guarded(*args: Any, **kwargs: Any) -> Any:
+        # A `SystemExit` would end asyncio's loop, and the thread that waits for its results would never go on.
+        with running_user_code(what):
+            return await function(*args, **kwargs)
+
+    return guarded
 
 
 class SignalListener:
@@ -71,12 +116,12 @@ class SignalListener:
         elif now > self._first_time + _COPY_SECONDS:
             self.is_impatient = True
             if number == signal.SIGINT:
-                raise KeyboardInterrupt
+                raise Interrupted
 
 
-def let_workers_survive_one_sigterm(loader: DataLoader) -> None:
+def let_workers_survive_one_sigterm(loader: Any) -> None:
     """
-    Let the workers of a data loader ignore the first SIGTERM.
+    Let the workers of torch's [`~torch.utils.data.DataLoader`] ignore the first SIGTERM.
 
     A signal to the whole process group would otherwise end the workers, and torch raises an error in the main process
     if a worker is missing. The main process needs its workers until the end of the step.
@@ -110,24 +155,37 @@ def _end_workers() -> None:
             process.kill()
 
 
+def launcher() -> str:
+    """Return the name of the program that started this process, by the environment variables that it sets."""
+    # `accelerate launch` starts torchrun's agent, which sets its own variables too. Look for accelerate's first.
+    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
+        return "accelerate launch"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
+
+
 @cache
-def watch_launcher(launcher: str) -> None:
+def watch_launcher(name: str) -> None:
     """
-    Stop this process, as after SIGTERM, when its launcher dies.
+    Stop this process, as after SIGTERM, when its launcher dies. `name` is the result of [`launcher`].
 
     A dead launcher can neither forward signals nor end its ranks, which would write into the directory of the next
-    run. A process that a user started (`launcher` is `python`) may outlive its shell, so it is not watched.
+    run. A process that a user started may outlive its shell, so it is not watched.
     """
-    if launcher == "python":
+    # `from_scratch` sets the variable for its stages.
+    if name == "python" and "HF_PRETRAIN_IS_STAGE" not in os.environ:
         return
-    chain = _ancestors(2 if launcher == "deepspeed" else 1)
+    chain = _ancestors(2 if name == "deepspeed" else 1)
 
     def watch() -> None:
         # When a parent dies, the kernel gives its children another parent.
         while _ancestors(len(chain)) == chain:
             time.sleep(1)
-        logger.warning(f"The launcher ({launcher}, process {chain[-1]}) is gone. This rank stops, as after SIGTERM.")
-        # Send the signal to this process itself: the run then saves a checkpoint and ends.
+        # The launcher may have read the output.
+        with suppress(OSError):
+            print(f"The launcher ({name}) is gone. This rank stops, as after SIGTERM.", file=sys.stderr, flush=True)
+        # Send the signal to this process itself: a run that trains saves a checkpoint and ends.
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -23,10 +23,14 @@ MANIFEST_NAME = "manifest.json"
 # A directory with these files is a checkpoint. Every additional or changed file counts as damage there.
 _CHECKPOINT_FILES = (MANIFEST_NAME, "trainer_state.json")
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
+_REFUSALS = (
+    "No space left on device|disk is full|Disk quota exceeded|Not enough disk space|PytorchStreamWriter|unexpected pos"
+    r"|requested and \d+ written|could not be (written|saved)"
+)
 
 
 def check_output(path: str | Path, flag: str) -> None:
-    """Raise `ValueError` for an output path inside a checkpoint. The parser refuses an empty one."""
+    """Raise `UserError` for an output path inside a checkpoint. The parser refuses an empty one."""
     resolved = Path(path).expanduser().resolve()
     for directory in (resolved, *resolved.parents):
         if all((directory / name).is_file() for name in _CHECKPOINT_FILES):
@@ -37,7 +41,7 @@ def check_output(path: str | Path, flag: str) -> None:
 
 
 def check_empty(directory: str | Path, flag: str) -> None:
-    """Raise `ValueError` for an output directory that holds files, and in the cases of [`check_output`]."""
+    """Raise `UserError` for an output directory that holds files, and in the cases of [`check_output`]."""
     check_output(directory, flag)
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
@@ -53,17 +57,12 @@ def is_unfinished(path: Path) -> bool:
 
 def refused_write(error: BaseException) -> bool:
     """Return whether an error means that a disk, a quota or a limit refused a write."""
-    # NOTE: the writers of safetensors, torch, NumPy and `datasets` raise errors without an errno.
-    if isinstance(error, SafetensorError):
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        return code is not None and int(code[1]) in _DISK_ERRORS
-    if isinstance(error, RuntimeError):
-        return "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
-    if not isinstance(error, OSError):
-        return False
-    return error.errno in _DISK_ERRORS or bool(
-        re.search(r"Not enough disk space|requested and \d+ written|could not be (written|saved)", str(error))
-    )
+    number = error.errno if isinstance(error, OSError) else None
+    # NOTE: the writers of safetensors, torch, NumPy and `datasets` raise errors without an errno. SQLite, in which
+    # Trackio and MLflow write, and worker processes only have a text.
+    if code := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(code[1])
+    return number in _DISK_ERRORS or re.search(_REFUSALS, str(error)) is not None
 
 
 # The locks of this process, by the path that the caller gave: a relative path stays right if a directory above it is
@@ -79,7 +78,7 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
     loader workers that it forked still live. A network file system must support flock, as NFS does.
 
     Raises:
-        `ValueError`: if another process holds the lock for `patience_seconds`.
+        `UserError`: if another process holds the lock for `patience_seconds`.
     """
     lock = _locks.get(path) or FileLock(path)
     try:
@@ -104,12 +103,74 @@ def release_lock(path: Path) -> None:
 
 
 @contextmanager
+def locked(path: Path, *, patience_seconds: float = 0.0) -> Iterator[None]:
+    """Lock a file within the block, as [`take_lock`] does."""
+    take_lock(path, patience_seconds=patience_seconds)
+    try:
+        yield
+    finally:
+        release_lock(path)
+
+
+def flush(path: Path) -> None:
+    """
+    Flush a file, or the entries of a directory, to the disk.
+
+    NOTE: Windows cannot open a directory, and flushes only files that are open for writing.
+    """
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def moved_when_whole(directory: Path, name: str | None = None) -> Iterator[Path]:
+    """
+    Yield an empty directory in `directory` to write into. When the block ends, flush its contents to the disk, and
+    move them into `directory`. If the block fails, remove them.
+
+    Args:
+        directory (`Path`): is created if necessary.
+        name (`str`, *optional*): the name of the empty directory, if no other process writes there under this name.
+            Files that a killed process has left in it are removed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if name is None:
+        scratch = Path(tempfile.mkdtemp(prefix=f"{ASIDE}-", dir=directory))
+    else:
+        scratch = directory / name
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+    try:
+        yield scratch
+        # Before any rename: after a power failure, a file that was renamed first could be empty.
+        for path in (*scratch.rglob("*"), scratch):
+            flush(path)
+        # A directory without config.json does not count as a model.
+        for path in sorted(scratch.iterdir(), key=lambda path: path.name == CONFIG_NAME):
+            place = directory / path.name
+            if path.is_dir() and place.is_dir():
+                # A rename replaces no directory that holds files, such as `ref/`, the reference of an adapter.
+                os.rename(place, scratch / f"replaced-{path.name}")
+            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
+            os.replace(path, place)
+        # The new names are entries of the directory.
+        flush(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
 def written_whole(directory: str | Path, *, lock: str | None = None) -> Iterator[Path]:
     """
-    Yield an empty directory to write into, and move its files into `directory` when the block ends.
+    Yield an empty directory to write into, and move its contents into `directory` when the block ends.
 
-    The files replace others of the same names. If the block fails, `directory` is as it was before. config.json
-    arrives last, so a directory with a config is complete even if the process is killed.
+    They replace files and directories of the same names. If the block fails, `directory` is as it was before.
+    config.json arrives last, so a directory with a config is complete even if the process is killed.
 
     Args:
         directory (`str` or `Path`): is created if necessary.
@@ -117,35 +178,21 @@ def written_whole(directory: str | Path, *, lock: str | None = None) -> Iterator
             another process may write the same files meanwhile; one of them then wins.
 
     Raises:
-        `ValueError`: if another process holds the lock.
+        `UserError`: if another process holds the lock.
         `OSError`: if a disk refuses a write. The message names the directory.
     """
     directory = Path(directory)
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
-    prefix = f"{ASIDE}{lock or ''}-"
-    scratch = None
-    if lock is not None:
-        take_lock(directory / lock)
     try:
-        if lock is not None:
-            # Killed processes left them under the same lock.
-            for path in directory.glob(f"{prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
-        yield scratch
-        for path in sorted(scratch.iterdir(), key=lambda path: path.name == CONFIG_NAME):
-            # Within one file system a rename is atomic, so a reader sees each file whole or not at all.
-            os.replace(path, directory / path.name)
+        with locked(directory / lock) if lock else nullcontext():
+            with moved_when_whole(directory, lock and f"{ASIDE}{lock}") as scratch:
+                yield scratch
     except (OSError, SafetensorError, RuntimeError) as error:
         if not refused_write(error):
             raise
         raise OSError(f"{directory} could not be written, and nothing was kept: {error}") from error
     finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
-        if lock is not None:
-            release_lock(directory / lock)
         if is_new:
             # After an error, the directory is empty.
             with suppress(OSError):

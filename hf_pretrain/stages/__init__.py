@@ -1,7 +1,6 @@
 """
-The stages beyond language modelling: distillation, preference training and reinforcement learning with TRL,
-evaluation, chat and serving.
+The stages beyond language modelling: distillation, preference training, reward models and reinforcement learning with
+TRL, and all stages within a budget of time.
 
-The package re-exports nothing. Each module has its own optional libraries (trl, lm_eval, fastapi), and a recipe
-imports only the module that it needs.
+The package re-exports nothing, because TRL is an optional library.
 """

@@ -3,21 +3,31 @@ Preference training: direct preference optimization (https://arxiv.org/abs/2305.
 TRL's trainer, and with this package's router loss, saving and pushing.
 
 The loss averages over pairs. Every global batch is complete: the last pairs of an epoch that do not fill a batch are
-left out (different pairs in each epoch). So accumulation and world size change nothing.
+left out (different pairs in each epoch). So accumulation and world size change nothing, except with the losses `sft`,
+`aot` and `aot_unpaired`, which are no means over pairs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
+from transformers.hf_argparser import HfArg
 
 from ..runtime.errors import needing_extra
+from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
-from .trl_support import WholeBatchesMixin
+from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
 
 
 with needing_extra("trl", "Preference training needs TRL"):
     from trl import DPOConfig, DPOTrainer
+
+
+# Those of TRL.
+_LOSSES = tuple(
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop sft "
+    "sigmoid_norm".split()
+)
 
 
 @dataclass
@@ -25,17 +35,31 @@ class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
     """TRL's `DPOConfig`. Flags that other recipes also have keep this package's defaults."""
 
     takes_fp8 = False
-    output_dir: str | None = field(default="out/dpo", metadata={"help": "Directory of the run."})
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer ones are truncated."})
+    has_reference = True
+    output_dir: str | None = HfArg(default="out/dpo", help="Directory of the run.")
+    learning_rate: float = HfArg(default=1e-6, help="Peak learning rate.")
+    max_length: int = HfArg(default=512, help="Tokens of prompt and answer; longer ones are truncated.")
+    loss_type: list[str] = HfArg(
+        default_factory=lambda: ["sigmoid"],
+        help="Losses to add up, weighted by --loss_weights.",
+        metadata={"choices": _LOSSES},
+    )
 
     @property
-    def has_reference(self) -> bool:
-        return True
+    def loss_depends_on_micro_batch(self) -> bool:
+        # `sft` divides by the tokens of a micro-batch, and the others sort its pairs.
+        return not {"sft", "aot", "aot_unpaired"}.isdisjoint(self.loss_type)
 
 
-class MiniMindDPOTrainer(WholeBatchesMixin, DPOTrainer):
+class MiniMindDPOTrainer(RunTrainer, DPOTrainer):
     """TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`]."""
+
+    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_figures, average_figures
+    _row_source, _send_telemetry = whole_batches, do_nothing
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        connect(self, router_aux_loss_coef=self.router_aux_loss_coef)
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
         """Return the dataset unchanged: its rows are tokenized already."""

@@ -4,55 +4,85 @@ Plan and run the stages from text to a chat model within a budget of time (`reci
 `plan.json` in the output directory holds the plan and the seconds that were used, so a run that was killed goes on.
 """
 
+import argparse
 import json
 import math
-import re
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import psutil
+import torch
+
+import hf_pretrain_cli
+
+from ..data.corpora import EMBEDDED_CORPORA
+from ..data.inspection import MAX_PASSES, TOKENS_PER_PARAMETER
+from ..data.sources import EMBEDDED_SOURCES, find_sources
+from ..model.configuration_minimind import MiniMindConfig
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..model.presets import PRESETS
 from ..reports.run_files import Run, read_launches
-from ..runtime.errors import UserError
+from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.writing import written_whole
+from ..training.budgets import whole_model
+from ..weights.weight_files import read_json
 
 
 PLAN_NAME = "plan.json"
 # Presets from small to large. Choose the one whose tokens per parameter, in the time on this machine, come nearest to
 # the best ratio (https://arxiv.org/abs/2203.15556).
 CANDIDATES = ("tiny", "minimind2-small", "minimind2", "0.5B", "1B")
-TOKENS_PER_PARAMETER = 20
-# Repeated text is worth almost as much as new text for four passes (https://arxiv.org/abs/2305.16264).
-MAX_PASSES = 4
-# Share of pretraining in the time of the steps (docs/performance.md).
+# Share of pretraining in the time of both stages (docs/performance.md).
 PRETRAINING_SHARE = 0.3
-# Share of the steps that fit into the measured time. Evaluations, checkpoints and slower steps take the rest.
-SAFETY = 0.95
 # Each stage trains at least for this share of the time, even if the machine is slower than planned.
 LEAST_SHARE = 0.1
-# Statuses of a command without enough memory: torch's error, and Linux's kill.
-_TOO_LARGE = (1, -9, 137)
-# Lines of the plan that `--dry_run` prints.
-_PLAN = re.compile(
-    r"^Steps +([\d,]+) of ([\d,]+) .* over ([\d,]+) sequences$.*, (\S+) per parameter$.*^Time +(\S+) s per step",
-    re.MULTILINE | re.DOTALL,
-)
+# Seconds of a stage besides its training.
+START_SECONDS = 20.0
+# Up to this budget, no stage evaluates before its first step.
+SHORT_SECONDS = 600.0
+# Weights, gradients and AdamW's moments in float32, the copy in bfloat16, and as much for a small micro-batch.
+_BYTES_PER_PARAMETER = 24
+# Bytes of the data per token. In a file of conversations, there are about ten.
+_BYTES_PER_TOKEN = 4
 
 
-class Pace(NamedTuple):
-    """What `--dry_run` measured. The tokens are those of one step."""
+def measure_pace(preset: str, device_type: str) -> float:
+    """Return the tokens per second that a preset trains on, on all devices of this machine together."""
+    model = MiniMindForCausalLM(MiniMindConfig(**PRESETS[preset])).to(device_type)
+    ids = torch.randint(model.config.vocab_size, (8, 256), device=device_type)
+    # The first step also allocates memory and loads kernels.
+    for _ in range(2):
+        start = time.monotonic()
+        with torch.autocast(device_type, torch.bfloat16, enabled=has_bfloat16_units(device_type)):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        # Reading a gradient waits for the device.
+        model.lm_head.weight.grad.sum().item()
+        seconds = time.monotonic() - start
+    if device_type == "cpu":
+        return ids.numel() / seconds
+    # The stages need the memory, which torch would keep for this process.
+    del model, loss
+    torch.accelerator.empty_cache()
+    return torch.accelerator.device_count() * ids.numel() / seconds
 
-    start_seconds: float
-    step_seconds: float
-    steps_per_pass: float
-    tokens_per_parameter: float
 
-    def count_steps(self, seconds: float) -> int:
-        """Return the steps that fit into a time, and into `MAX_PASSES` passes over the data."""
-        # The stages evaluate after half of their steps, too.
-        return max(2, int(min(SAFETY * seconds / self.step_seconds, MAX_PASSES * self.steps_per_pass)))
+def count_bytes(flags: list[str]) -> int:
+    """Return the bytes of the files that the flags of a stage name. The size of Hub datasets is unknown: 0."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dataset_name", nargs="+", default=["embedded"])
+    total = 0
+    for name in parser.parse_known_args(flags)[0].dataset_name:
+        for source in find_sources(name) or ():
+            part = EMBEDDED_SOURCES.get(source)
+            path = EMBEDDED_CORPORA[part].find() if part else Path(source)
+            total += sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*.*")))
+    return total
 
 
 class Budget:
@@ -66,14 +96,11 @@ class Budget:
 
     def __init__(self, directory: Path, seconds: float):
         self.path, self._clock = directory / PLAN_NAME, time.monotonic()
-        self.plan: dict[str, Any] = {"used_seconds": 0.0, "preset": None, "steps": {}}
+        self.plan: dict[str, Any] = {"used_seconds": 0.0, "preset": None, "pace": None, "flags": {}}
         if self.path.is_file():
-            self.plan = json.loads(self.path.read_text(encoding="utf-8"))
+            # A plan of another kind adds nothing.
+            self.plan |= read_json(self.path)
         self.plan["seconds"] = seconds
-
-    @property
-    def seconds_left(self) -> float:
-        return self.plan["seconds"] - self.plan["used_seconds"]
 
     def save(self) -> None:
         """Write the plan with the seconds until now."""
@@ -82,84 +109,86 @@ class Budget:
         with written_whole(self.path.parent) as scratch:
             (scratch / PLAN_NAME).write_text(json.dumps(self.plan, indent=1) + "\n", encoding="utf-8")
 
-    def run(self, *words: str) -> str:
-        """Run a stage in its directory, and return its output. If it fails or stops, exit with its status."""
-        lines = []
-        command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--output_dir", str(self.path.parent / words[0])]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+    def run(self, *words: str) -> None:
+        """Run a stage in its directory. If it fails or stops, exit with its status."""
+        # By its path: `-m` would let Python import modules of the working directory in place of its own.
+        command = [sys.executable, hf_pretrain_cli.__file__, *words, "--output_dir", str(self.path.parent / words[0])]
+        # If this process is killed, the stage stops, too.
+        how: dict[str, Any] = {"env": os.environ | {"HF_PRETRAIN_IS_STAGE": "1"}, "text": True, "errors": "replace"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as process:
             # The stage saves a checkpoint and stops.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda number, frame: process.send_signal(number))
             for line in process.stdout or ():
                 print(line, end="", flush=True)
-                lines.append(line)
                 self.save()
         self.save()
         if process.returncode:
             print(f"{words[0]} ended early. The same command goes on from its newest checkpoint.", file=sys.stderr)
-            raise SystemExit(process.returncode)
-        return "".join(lines)
+            # A negative one is the signal that ended the stage.
+            raise SystemExit(process.returncode if process.returncode > 0 else 128 - process.returncode)
 
-    def measure(self, *words: str) -> Pace:
-        """Measure the pace of a stage on this machine and its data."""
-        used = self.plan["used_seconds"]
-        found = _PLAN.search(self.run(*words, "--dry_run"))
-        if found is None:
-            raise UserError(
-                f"The plan of {words[0]} names no passes over the data, from which its steps follow. Leave out "
-                "--streaming."
-            )
-        steps, rows, num_rows, tokens, seconds = (float(text.replace(",", "")) for text in found.groups())
-        # A dry run trains four steps. Everything else also precedes the steps of the stage.
-        return Pace(self.plan["used_seconds"] - used - 4 * seconds, seconds, num_rows / rows, tokens / steps)
-
-    def plan_pretraining(self, presets: tuple[str, ...], flags: list[str]) -> None:
-        """Choose the preset and the steps of pretraining."""
-        found: dict[float, tuple[str, Pace]] = {}
+    def choose_preset(self, presets: tuple[str, ...], flags: list[str]) -> None:
+        """Choose the preset, and keep its pace."""
+        device_type = default_device_type(use_cpu="--use_cpu" in flags)
+        free = torch.cuda.mem_get_info()[0] if device_type == "cuda" else psutil.virtual_memory().available
+        seconds_left = self.plan["seconds"] - self.plan["used_seconds"]
+        found: dict[float, tuple[str, float]] = {}
         for preset in presets:
-            try:
-                pace = self.measure("pretrain", "--preset", preset, *flags)
-            except SystemExit as error:
-                if not found or error.code not in _TOO_LARGE:
-                    raise
-                print(f"{preset} does not run here: choosing among the smaller presets.")
+            number = whole_model(MiniMindConfig(**PRESETS[preset])).num_parameters()
+            if found and _BYTES_PER_PARAMETER * number > free:
+                print(f"{preset} needs more memory: choosing among the smaller presets.")
                 break
-            ratio = pace.tokens_per_parameter * self.seconds_left / pace.step_seconds / TOKENS_PER_PARAMETER
+            pace = measure_pace(preset, device_type)
+            ratio = pace * seconds_left / number / TOKENS_PER_PARAMETER
             found[abs(math.log(max(ratio, 1e-9)))] = preset, pace
             if ratio < 1:
                 break
-        self.plan["preset"], pace = found[min(found)]
-        # Fine-tuning starts, too.
-        seconds = PRETRAINING_SHARE * (self.seconds_left - 2 * pace.start_seconds)
-        self.plan["steps"]["pretrain"] = pace.count_steps(max(seconds, LEAST_SHARE * self.plan["seconds"]))
+        self.plan["preset"], self.plan["pace"] = found[min(found)]
         self.save()
+
+    def plan_stage(self, stage: str, flags: list[str]) -> None:
+        """Give a stage its minutes, and the share of the data that it can train on in this time."""
+        # Fine-tuning starts after pretraining, too.
+        share, num_starts = (PRETRAINING_SHARE, 2) if stage == "pretrain" else (1, 1)
+        whole = self.plan["seconds"]
+        seconds = max(share * (whole - self.plan["used_seconds"] - num_starts * START_SECONDS), LEAST_SHARE * whole)
+        present, pace = count_bytes(flags), _BYTES_PER_TOKEN * self.plan["pace"]
+        # Read twice as much as the whole time can train on: the steps may be faster than measured, and a tokenizer of
+        # little text is worse.
+        fraction = min(1.0, 2 * pace * whole / max(present, 1))
+        # Both stages leave the same documents out. Less data need less validation.
+        validation = self.plan.setdefault("validation_fraction", f"{min(0.01, 0.03 * fraction):.6f}")
+        planned = f"--train_fraction {fraction:.4f} --validation_fraction {validation} "
+        if 0 < MAX_PASSES * present < pace * seconds:
+            planned += f"--max_steps -1 --num_train_epochs {MAX_PASSES}"
+        else:
+            planned += f"--max_minutes {seconds / 60:.3f}"
+        self.plan["flags"][stage] = planned.split()
 
     def train(self, stage: str, *flags: str) -> Path:
         """Run a stage to its end, in the time that is left if it has no plan yet, and return its directory."""
         directory = self.path.parent / stage
-        words = [stage, "--preset", self.plan["preset"], *flags]
         if not any("ended" in launch for launch in read_launches(directory)):
-            if stage not in self.plan["steps"]:
-                pace = self.measure(*words)
-                seconds = self.seconds_left - pace.start_seconds
-                self.plan["steps"][stage] = pace.count_steps(max(seconds, LEAST_SHARE * self.plan["seconds"]))
-                self.save()
-            words += ["--max_steps", str(self.plan["steps"][stage])]
-            self.run(*words, "--eval_steps", "0.5", "--save_steps", "0.1", "--resume_from_checkpoint", "auto")
+            if stage not in self.plan["flags"]:
+                self.plan_stage(stage, list(flags))
+            short = ["--eval_on_start", "false"] if self.plan["seconds"] <= SHORT_SECONDS else []
+            words = [stage, "--preset", self.plan["preset"], *self.plan["flags"][stage], *short, *flags]
+            self.run(*words, "--eval_steps", "0.5", "--save_steps", "0.25", "--resume_from_checkpoint", "auto")
         return directory
 
     def describe(self, runs: list[Run]) -> list[str]:
         """Return sentences for the page: the time, and what a longer budget would have bought."""
         used, planned = self.plan["used_seconds"], self.plan["seconds"]
-        notes = [f"The preset {self.plan['preset']} took {used:,.0f} of {planned:,.0f} seconds, measuring included."]
+        notes = [f"The preset {self.plan['preset']} took {used:,.0f} of {planned:,.0f} seconds, starts included."]
         for run in runs:
-            losses = run.series("eval_loss")[1]
-            if not losses:
-                # The flags of the stage leave no validation set.
-                continue
-            notes.append(
-                f"{run.name}: the validation loss fell by {losses[-2] - losses[-1]:.3f} in the second half of the "
-                "steps. Twice the time would buy at most as much again, because a part of it comes from the learning "
-                "rate, which falls towards the end."
-            )
+            tokens, losses = run.series("eval_loss")
+            # Otherwise the flags of the stage leave no validation set, or it had only a few steps.
+            if len(losses) > 1:
+                half = min(range(len(losses)), key=lambda number: abs(tokens[number] - tokens[-1] / 2))
+                notes.append(
+                    f"{run.name}: the validation loss fell by {losses[half] - losses[-1]:.3f} in the second half of "
+                    "the steps. Twice the time would buy at most as much again, because a part of it comes from the "
+                    "learning rate, which falls towards the end."
+                )
         return notes

@@ -3,43 +3,45 @@ Reinforcement learning with TRL's trainers, our models and our flags: GRPO (http
 with its losses (`--loss_type grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, ...), and RLOO
 (https://huggingface.co/papers/2402.14740).
 
-This package adds the router loss, saving, pushing and the model card ([`~stages.trl_support.RouterLossMixin`]), a
-reference model that is a copy of the initial policy, and an evaluation that reports rewards instead of a loss.
+This package adds the router loss (`trl_support.py`), saving, pushing and the model card ([`RunTrainer`]), a reference
+model that is a copy of the initial policy, and an evaluation that reports rewards instead of a loss.
 """
 
 import copy
 import json
-import math
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from accelerate.utils import is_peft_model, send_to_device
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..data.draws import check_ratio
-from ..data.formats import BadRecord
-from ..data.padding_rows import EpochSampler, PaddedDataset, RowSource
+from ..data.data_arguments import ReadingArguments
 from ..data.preparation import PreparedData
 from ..data.reward_tasks import load_tasks
 from ..data.sources import name_eval_sets
 from ..runtime.errors import UserError, as_user_errors, needing_extra
-from ..tokenizer.control_tokens import template_errors, thinking_variables
+from ..runtime.names import public_name
+from ..tokenizer.control_tokens import thinking_variables
+from ..training.base_trainer import RunTrainer
 from ..training.resume_check import digest_weights
+from ..training.run import Run
+from ..training.settling import showing
 from ..training.training_arguments import LMTrainingArguments
-from .record_template import RecordTemplate, tools_of
-from .rewards import REWARDS, answer_of, check_task
-from .trl_support import RouterLossMixin
+from .record_template import RecordTemplate
+from .rewards import REWARDS, answer_of, task_check
+from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
 
 
 with needing_extra("trl", "Reinforcement learning needs TRL"):
-    from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.chat_template_utils import qwen3_template
     from trl.models import prepare_deepspeed
     from trl.trainer.callbacks import SyncRefModelCallback
@@ -47,76 +49,53 @@ with needing_extra("trl", "Reinforcement learning needs TRL"):
 
 # Maximum number of brackets in the tool calls of a completion. Real calls have ten or twenty.
 MAX_BRACKETS = 200
+# File of a checkpoint: the completions of each rank that later steps train on.
+GENERATION_NAME = "generation.pt"
 
 
 @dataclass
-class TaskArguments:
+class TaskArguments(ReadingArguments):
     """Tasks to train on, and the rewards for their answers."""
 
-    dataset_name: list[str] = field(
+    dataset_name: list[str] = HfArg(
         default_factory=lambda: ["embedded:answer-format"],
-        metadata={
-            "help": "One or more of embedded:answer-format, embedded:arithmetic, a path, glob "
-            "or directory of JSONL, a Hub id."
-        },
+        help="One or more of embedded:answer-format, embedded:arithmetic, JSONL (path, glob, directory), a Hub id.",
     )
-    eval_dataset_name: list[str] | None = field(
-        default=None,
-        metadata={"help": "One or more names of validation tasks. The run then trains on all of --dataset_name."},
-    )
-    validation_fraction: float = field(
-        default=0.01, metadata={"help": "Share of the tasks in the validation set, chosen by a hash of the prompt."}
-    )
-    add_system_ratio: float = field(
-        default=0.0, metadata={"help": "Share of the prompts with a random system message, e.g. 0.2."}
-    )
-    max_rejected_ratio: float = field(
-        default=0.01, metadata={"help": "Largest share of bad lines; the run lists them in rejected.jsonl."}
-    )
-    rewards: list[str] = field(
+    add_system_ratio: float = HfArg(default=0.0, help="Share of the prompts with a random system message, e.g. 0.2.")
+    rewards: list[str] = HfArg(
         default_factory=lambda: ["format"],
-        metadata={
-            "help": f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id.",
-        },
+        help=f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id.",
     )
-    tools: list[str] | None = field(
-        default=None,
-        metadata={"help": "Tools that the model may call while it answers: calculator, or module.path:function."},
+    tools: list[str] | None = HfArg(
+        default=None, help="Tools that the model may call while it answers: calculator, or module.path:function."
     )
 
-    def __post_init__(self):
-        check_ratio("--add_system_ratio", self.add_system_ratio)
-
-    def load_tasks(
-        self,
-        training_args: "GRPOTrainingArguments",
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        check: Callable[[dict[str, Any]], None],
+    def prepare_tasks(
+        self, training_args: "GRPOTrainingArguments", tokenizer: PreTrainedTokenizerFast, **limits: Any
     ) -> PreparedData:
         """
         Load the tasks by [`~data.reward_tasks.load_tasks`].
 
         Args:
-            training_args ([`GRPOTrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only
-                the main process writes.
+            training_args ([`GRPOTrainingArguments`]): gives the seed, the variables of the chat template, and the
+                directory of `rejected.jsonl`, which only the main process writes.
             tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the run.
-            check (`Callable`): as in [`~data.reward_tasks.load_tasks`].
+            limits: the other arguments of [`~stages.rewards.task_check`].
         """
-        is_main = training_args.process_index == 0
+        check = task_check(tokenizer, **limits, **training_args.chat_template_kwargs or {})
         how = {"seed": training_args.seed, "add_system_ratio": self.add_system_ratio, "check": check}
-        how["max_rejected_ratio"] = self.max_rejected_ratio
+        how |= {"max_rejected_ratio": self.max_rejected_ratio, "encoding": self.encoding}
         named = name_eval_sets(self.eval_dataset_name, self.dataset_name)
         # Without a fraction for validation, the training set is the whole set.
         eval_sets = {label: load_tasks([name], validation_fraction=0.0, **how)[0] for label, name in named.items()}
         how["validation_fraction"] = 0.0 if eval_sets else self.validation_fraction
-        rejected_path = Path(training_args.output_dir, "rejected.jsonl") if is_main else None
+        rejected_path = None if training_args.process_index else Path(training_args.output_dir, "rejected.jsonl")
         train, validation = load_tasks(self.dataset_name, rejected_path=rejected_path, **how)
         eval_sets = eval_sets or {"": validation}
         report = [
             f"Training: {len(train):,} tasks, {training_args.num_generations} completions each",
             *(f"Validation{label and ' '}{label}: {len(tasks):,} tasks" for label, tasks in eval_sets.items()),
-            f"Rewards: {', '.join(self.rewards)}",
+            f"Rewards: {', '.join(map(public_name, self.rewards))}",
         ]
         names = self.eval_dataset_name or []
         return PreparedData(tokenizer, report, self.dataset_name, "tasks", train, eval_sets, names)
@@ -128,19 +107,18 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
 
     default_optim_preset = "adamw"
     takes_fp8 = False
-    output_dir: str | None = field(default="out/grpo", metadata={"help": "Directory of the run."})
-    algorithm: str = field(
-        default="grpo", metadata={"help": "grpo (see --loss_type) or rloo.", "choices": ("grpo", "rloo")}
+    output_dir: str | None = HfArg(default="out/grpo", help="Directory of the run.")
+    algorithm: str = HfArg(default="grpo", help="grpo (--loss_type) or rloo.", metadata={"choices": ("grpo", "rloo")})
+    loss_type: str = HfArg(
+        default="dapo",
+        help="Loss of --algorithm grpo. grpo, bnpo and luspo normalise it otherwise than the others.",
+        metadata={"choices": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")},
     )
-    learning_rate: float = field(default=3e-7, metadata={"help": "Peak learning rate."})
-    per_device_train_batch_size: int = field(
-        default=8, metadata={"help": "Completions per device and micro-batch; a step must hold whole groups."}
-    )
-    remove_unused_columns: bool | None = field(
-        default=False, metadata={"help": "Must be false: the reward functions read the columns."}
-    )
-    thinking_ratio: float | None = field(
-        default=None, metadata={"help": "Share of the prompts that ask for a thought; the others get an empty one."}
+    learning_rate: float = HfArg(default=3e-7, help="Peak learning rate.")
+    per_device_train_batch_size: int = HfArg(default=8, help="Completions per device; a step must hold whole groups.")
+    remove_unused_columns: bool | None = HfArg(default=False, help="Must be false: the rewards read the columns.")
+    thinking_ratio: float | None = HfArg(
+        default=None, help="Share of the prompts that ask for a thought; the others get an empty one."
     )
     # Settings of TRL's `RLOOConfig`, which its trainer reads, with TRL's defaults.
     normalize_advantages = False
@@ -156,20 +134,31 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         if self.metric_for_best_model is None and (self.early_stopping_patience or self.load_best_model_at_end):
             # An evaluation has no loss.
             self.metric_for_best_model = "reward"
+        if self.algorithm == "rloo":
+            self._refuse_flags_of_grpo()
+        if self.temperature == 0:
+            raise UserError("--temperature 0.0 must be above 0: training samples, and divides the logits by it.")
         if self.use_transformers_continuous_batching:
-            raise UserError(
-                "--use_transformers_continuous_batching needs a paged cache, which MiniMind's model lacks."
-            )
+            raise UserError("--use_transformers_continuous_batching needs a paged cache, which MiniMind lacks.")
         super().__post_init__()
-        check_ratio("--thinking_ratio", self.thinking_ratio)
         if self.thinking_ratio is not None:
             # `RecordTemplate` replaces these variables in the prompts that ask for a thought.
             self.chat_template_kwargs = (self.chat_template_kwargs or {}) | thinking_variables(False)
 
+    def _refuse_flags_of_grpo(self) -> None:
+        """Raise `UserError` for a flag that TRL's RLOO does not know. The presets set `--loss_type cispo`."""
+        ignored = {each.name for each in fields(GRPOConfig)} - {each.name for each in fields(RLOOConfig)}
+        typed = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv}
+        for each in fields(self):
+            value = vars(self)[each.name]
+            if each.name in ignored and (each.name in typed or value not in (each.default, "cispo")):
+                raise UserError(f"--{each.name} {value} has no effect with --algorithm rloo. Leave one of them out.")
+
     @property
     def loss_depends_on_micro_batch(self) -> bool:
-        # The loss divides by the tokens of a micro-batch.
-        return self.loss_type == "bnpo"
+        # They divide by the tokens of a micro-batch, or choose some of them.
+        uses_entropy = self.entropy_coef != 0.0 or self.use_adaptive_entropy or self.top_entropy_quantile < 1.0
+        return self.algorithm == "grpo" and (self.loss_type == "bnpo" or uses_entropy)
 
     @property
     def method(self) -> str:
@@ -177,63 +166,16 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"
 
 
-def task_check(
-    rewards: list[Any],
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    max_prompt_length: int,
-    tools: list[Callable[..., Any]] | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-) -> Callable[[dict[str, Any]], None]:
-    """
-    Return a function that raises `BadRecord` for a task that the run cannot use.
-
-    Args:
-        rewards (`list`): reward functions; [`~stages.rewards.check_task`] knows the needs of the built-in ones.
-        tokenizer ([`PreTrainedTokenizerFast`]): a tokenizer whose chat template must render the prompt.
-        max_prompt_length (`int`): the longest prompt, in tokens, that leaves room for a completion.
-        tools (`list` of functions, *optional*): tools that the template describes.
-        chat_template_kwargs (`dict`, *optional*): variables of the template.
-
-    Raises:
-        `ValueError`: if no prompt would fit, or the template cannot render one.
-    """
-    if max_prompt_length < 1:
-        raise UserError(
-            f"--max_completion_length leaves {max_prompt_length} of the model's positions for the prompt. Lower it."
-        )
-
-    def check(task: dict[str, Any]) -> None:
-        check_task(rewards, task)
-        own = tools_of(task["prompt"])
-        unknown = {tool["function"]["name"] for tool in own or []} - {tool.__name__ for tool in tools or []}
-        if tools and unknown:
-            raise BadRecord(f"it offers the tool {min(unknown)}, which is not in --tools; add it, or drop the line")
-        how = {"add_generation_prompt": True, "return_dict": False, **(chat_template_kwargs or {})}
-        with template_errors(task["prompt"]):
-            prompt = tokenizer.apply_chat_template(task["prompt"], tools=own or tools, **how)
-            if own and prompt == tokenizer.apply_chat_template(task["prompt"], **how):
-                raise UserError("it describes no tools, but the task has some")
-        if len(prompt) > max_prompt_length:
-            raise BadRecord(
-                f"the prompt is longer than the {max_prompt_length} tokens that --max_completion_length leaves of the "
-                "model's positions; shorten it, or drop the line"
-            )
-
-    return check
-
-
 def _copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the model, whole on every rank, even if ZeRO-3 has sharded the weights of `model`."""
     # Under ZeRO-3, `copy.deepcopy(model)` would copy empty parameters.
     twin = type(model)(copy.deepcopy(model.config))
-    gathered: AbstractContextManager = nullcontext()
-    if is_deepspeed_zero3_enabled():
-        import deepspeed
+    with ExitStack() as gathered:
+        if is_deepspeed_zero3_enabled():
+            import deepspeed
 
-        gathered = deepspeed.zero.GatheredParameters(list(model.parameters()))
-    # A collective under ZeRO-3: all ranks must enter it.
-    with gathered:
+            # A collective: all ranks must enter it.
+            gathered.enter_context(deepspeed.zero.GatheredParameters(list(model.parameters())))
         twin.load_state_dict(model.state_dict())
     return twin.to(model.device).eval()
 
@@ -260,107 +202,130 @@ def _parse_response(
     return message | {"text": decode(ids, skip_special_tokens=True)}
 
 
-class _OnlineTrainer(RouterLossMixin):
-    """Common base of our GRPO and RLOO trainers."""
+class KeptGeneration:
+    """The completions that later steps train on, which TRL keeps in memory only."""
 
-    def __init__(self, model: PreTrainedModel, *, args: GRPOTrainingArguments, **kwargs: Any):
-        # NOTE: TRL loads the reference model again from the path in the config, but a converted or new model has no
-        # path. With an adapter, TRL itself uses the policy without its adapter as the reference.
-        has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
-        needs_reference = args.beta != 0.0 and not has_adapter
-        # Copy before TRL's constructor, which changes the policy's head.
-        reference = _copy(model).requires_grad_(False) if needs_reference else None
-        tokenizer = kwargs["processing_class"]
-        if kwargs.get("tools") and tokenizer.response_template is None:
-            # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
-            tokenizer.response_template = qwen3_template
-        # Replace the methods of this object: TRL calls them on the tokenizer that it gets.
-        tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response, tokenizer.decode)
-        tokenizer.apply_chat_template = RecordTemplate(
-            tokenizer.apply_chat_template, thinking_ratio=args.thinking_ratio, seed=args.seed
-        )
-        # With beta = 0, TRL's constructor loads no reference model. Ours is set below.
-        beta, is_synced = args.beta, args.sync_ref_model
-        if needs_reference:
-            args.beta, args.sync_ref_model = 0.0, False
-        # TRL checks some flags only now.
-        with as_user_errors():
-            super().__init__(model, args=args, **kwargs)
-        # TRL's constructor has read beta = 0 into `self.beta`. Restore the user's value in both places.
-        args.beta, args.sync_ref_model = beta, is_synced
-        self.beta = beta
-        if reference is not None:
-            self._fixed_weights["reference model"] = digest_weights(reference.parameters())
-            self.ref_model = self._prepare_reference(reference)
+    def save(self, trainer: Any, directory: Path) -> None:
+        if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):
+            state = trainer._step, send_to_device(trainer._buffered_inputs, "cpu")
+            generation = trainer.run.ranks.gather(state)
+            if trainer.args.should_save:
+                torch.save(generation, directory / GENERATION_NAME)
 
-    # NOTE: TRL's sampler draws all epochs from one generator, and a resumed run seeds it again. A run that resumes in
-    # a later epoch would therefore repeat the order of the first epoch.
-
-    def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Return a source of tasks whose dataset passes the epoch on to the sampler. It adds no padding rows."""
-        if is_training and isinstance(dataset, Dataset):
-            dataset = PaddedDataset(dataset)
-        return super()._row_source(dataset, description, batch_size, sampler_fn, is_training)
-
-    def _get_train_sampler(self, dataset=None):
-        """Return TRL's sampler with an order that depends only on the seed and the epoch."""
-        sampler = super()._get_train_sampler(dataset)
-        # Epoch 0 keeps TRL's own order.
-        sampler = EpochSampler(sampler, seed=sampler.seed)
-        if isinstance(dataset, PaddedDataset):
-            dataset.sampler = sampler
-        return sampler
-
-    def _prepare_reference(self, reference: PreTrainedModel) -> torch.nn.Module:
-        """Prepare our reference model as TRL prepares its own."""
-        if self.args.disable_dropout:
-            disable_dropout_in_model(reference)
-        # TRL replaces the policy's head in the same way. Both models must compute log-probabilities alike.
-        add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=self.args.cast_lm_head_to_fp32)
-        if self.is_deepspeed_enabled:
-            prepared = prepare_deepspeed(reference, self.accelerator)
-        else:
-            prepared = self.accelerator.prepare_model(reference, evaluation_mode=True)
-        if self.args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=self.accelerator))
-        return prepared
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Do nothing: TRL counts tokens where it generates them."""
-
-    def last_answers(self, model: PreTrainedModel) -> list[tuple[str, str]]:
-        """Return pairs of question and answer: the last three prompts, each with one completion of the model."""
-        # The logs hold `num_generations_eval` consecutive completions of each prompt.
-        every = slice(None, None, self.num_generations_eval)
-        prompts, completions = (list(self._logs[name])[every][-3:] for name in ("prompt", "completion"))
-        return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
-        super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        return None, None, None
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log without the figures that no completion has, such as the mean of a reward that gave only `None`."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, values in list(metrics.items()):
-            # NOTE: TRL would log None, which no display expects.
-            if all(map(math.isnan, values)):
-                del metrics[name]
-        super().log(logs, *args, **kwargs)
+    def load(self, trainer: Any, checkpoint: str) -> None:
+        args, path = trainer.args, Path(checkpoint, GENERATION_NAME)
+        if not path.exists():
+            return
+        generation = torch.load(path, map_location="cpu", weights_only=True)
+        if (len(generation), len(generation[0][1])) != (args.world_size, args.steps_per_generation):
+            raise UserError(
+                f"{checkpoint} holds completions for the next steps, {len(generation[0][1])} micro-batches on each "
+                f"of {len(generation)} process(es). Launch as many, with the same --per_device_train_batch_size."
+            )
+        trainer._step, trainer._buffered_inputs = send_to_device(generation[args.process_index], args.device)
 
 
-class MiniMindGRPOTrainer(_OnlineTrainer, GRPOTrainer):
+class KnownFigures(TrainerCallback):
+    """Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        for entry in (logs, state.log_history[-1]):
+            for name in [name for name, value in entry.items() if value is None]:
+                del entry[name]
+
+
+def construct(self: Any, model: PreTrainedModel, *, args: Any = None, run: Run | None = None, **kwargs: Any) -> None:
+    """Be the constructor of our GRPO and RLOO trainers."""
+    run = run or Run.of_trainer(args, model, kwargs)
+    args, tokenizer, tools = run.args, kwargs["processing_class"], kwargs.pop("tools", None)
+    if tools and args.algorithm == "rloo":
+        raise UserError("--algorithm rloo supports no tools in TRL: use --algorithm grpo.")
+    kwargs |= {"tools": tools} if tools else {}
+    # NOTE: TRL loads the reference model again from the path in the config, but a converted or new model has no path.
+    # With an adapter, TRL itself uses the policy without its adapter as the reference.
+    has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
+    needs_reference = args.beta != 0.0 and not has_adapter
+    # Copy before TRL's constructor, which changes the policy's head.
+    reference = _copy(model).requires_grad_(False) if needs_reference else None
+    if tools and tokenizer.response_template is None:
+        # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
+        tokenizer.response_template = qwen3_template
+    # Replace the methods of this object: TRL calls them on the tokenizer that it gets.
+    tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response, tokenizer.decode)
+    tokenizer.apply_chat_template = RecordTemplate(tokenizer, thinking_ratio=args.thinking_ratio, seed=args.seed)
+    # With beta = 0, TRL's constructor loads no reference model.
+    hidden = {"beta": 0.0, "sync_ref_model": False} if needs_reference else {}
+    # TRL checks some flags only now.
+    with as_user_errors(), showing(args, **hidden):
+        RunTrainer.__init__(self, model, run=run, **kwargs)
+    self.beta = args.beta
+    connect(self, router_aux_loss_coef=self.router_aux_loss_coef, rows_per_item=self.num_generations_eval)
+    run.kept.append(KeptGeneration())
+    self.callback_handler.callbacks.insert(0, KnownFigures())
+    if reference is not None:
+        run.fixed_weights["reference model"] = digest_weights(reference.parameters())
+        self.ref_model = _prepare_reference(self, reference)
+
+
+def _prepare_reference(trainer: Any, reference: PreTrainedModel) -> torch.nn.Module:
+    """Prepare our reference model as TRL prepares its own."""
+    args = trainer.args
+    if args.disable_dropout:
+        disable_dropout_in_model(reference)
+    # TRL replaces the policy's head in the same way. Both models must compute log-probabilities alike.
+    add_fused_lm_head(reference, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
+    if trainer.is_deepspeed_enabled:
+        prepared = prepare_deepspeed(reference, trainer.accelerator)
+    else:
+        prepared = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+    if args.sync_ref_model:
+        trainer.add_callback(SyncRefModelCallback(ref_model=prepared, accelerator=trainer.accelerator))
+    return prepared
+
+
+def score(self: Any, *args: Any) -> torch.Tensor:
+    """Calculate the rewards, and keep the shares of completions that each reward rates."""
+    rewards = super(RunTrainer, self)._calculate_rewards(*args)
+    # A reward may be `None` for some completions.
+    is_scored = (~rewards.isnan()).float()
+    names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_func_names)]
+    self.shares = dict(zip(names, [is_scored.amax(1).mean().item(), *is_scored.mean(0).tolist()], strict=True))
+    return rewards
+
+
+def sum_rewards(self: Any, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
+    """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
+    sum_figures(self, *args, **kwargs)
+    del self.item_sums["loss"]
+    return None, None, None
+
+
+def last_answers(trainer: Any, model: PreTrainedModel) -> list[tuple[str, str]]:
+    """Return pairs of question and answer: the last three prompts, each with one completion of the model."""
+    # The logs hold `num_generations_eval` consecutive completions of each prompt.
+    every = slice(None, None, trainer.num_generations_eval)
+    prompts, completions = (list(trainer._logs[name])[every][-3:] for name in ("prompt", "completion"))
+    return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+class MiniMindGRPOTrainer(RunTrainer, GRPOTrainer):
     """TRL's [`~trl.GRPOTrainer`] for [`MiniMindForCausalLM`]."""
 
+    __init__ = construct
+    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_rewards, average_figures
+    _row_source, _calculate_rewards = whole_batches, score
+    # TRL counts tokens where it generates them.
+    _send_telemetry = _track_num_input_tokens = do_nothing
 
-class MiniMindRLOOTrainer(_OnlineTrainer, RLOOTrainer):
+
+class MiniMindRLOOTrainer(RunTrainer, RLOOTrainer):
     """TRL's [`~trl.RLOOTrainer`] for [`MiniMindForCausalLM`]. It supports no tools."""
 
-    def __init__(self, *args: Any, tools: Any = None, **kwargs: Any):
-        if tools:
-            raise UserError("--algorithm rloo supports no tools in TRL: use --algorithm grpo.")
-        super().__init__(*args, **kwargs)
+    __init__ = construct
+    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_rewards, average_figures
+    _row_source, _calculate_rewards = whole_batches, score
+    # TRL counts tokens where it generates them.
+    _send_telemetry = _track_num_input_tokens = do_nothing
 
 
-ALGORITHMS: dict[str, type[_OnlineTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}
+ALGORITHMS: dict[str, type[RunTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}

@@ -4,14 +4,17 @@ the rejected one, with the loss -log sigmoid(chosen - rejected) (https://arxiv.o
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
+from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
 from ..weights.adapters import is_adapted
-from .trl_support import WholeBatchesMixin
+from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
 
 
 with needing_extra("trl", "Training of reward models needs TRL"):
@@ -23,9 +26,11 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     """TRL's `RewardConfig`. Flags that other recipes also have keep this package's defaults."""
 
     takes_fp8 = False
-    output_dir: str | None = field(default="out/reward", metadata={"help": "Directory of the run."})
-    learning_rate: float = field(default=1e-5, metadata={"help": "Peak learning rate."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of prompt and answer; longer pairs are left out."})
+    # TRL's other trainers have the flag.
+    sync_ref_model = False
+    output_dir: str | None = HfArg(default="out/reward", help="Directory of the run.")
+    learning_rate: float = HfArg(default=1e-5, help="Peak learning rate.")
+    max_length: int = HfArg(default=512, help="Tokens of prompt and answer; longer pairs are left out.")
 
     def __post_init__(self):
         if self.distributed_config is not None:
@@ -35,13 +40,15 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
         super().__post_init__()
 
 
-class MiniMindRewardTrainer(WholeBatchesMixin, RewardTrainer):
+class MiniMindRewardTrainer(RunTrainer, RewardTrainer):
     """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
 
+    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_figures, average_figures
+    _row_source, _send_telemetry = whole_batches, do_nothing
+
     def __init__(self, model: MiniMindForSequenceClassification, **kwargs: Any):
-        # TRL's other trainers set it. `RouterLossMixin` reads it.
-        self.router_aux_loss_coef = model.config.router_aux_loss_coef
         super().__init__(model, **kwargs)
+        connect(self, router_aux_loss_coef=model.config.router_aux_loss_coef)
 
 
 def make_reward_model(model: MiniMindForCausalLM) -> MiniMindForSequenceClassification:

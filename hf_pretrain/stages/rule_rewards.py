@@ -7,6 +7,7 @@ tags and the tool calls.
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 
@@ -66,21 +67,13 @@ def _repetition(answer: str) -> float:
     return -min(0.5, (len(grams) - len(set(grams))) / max(len(grams), 1))
 
 
-def split_calls(text: str) -> tuple[list[str], str]:
-    """Return the contents of the tool calls in a text, and the text without them."""
-    # After the last end tag there is no complete call. Searching there from each start tag would take quadratic time.
-    end = text.rfind("</tool_call>") + len("</tool_call>") if "</tool_call>" in text else 0
-    return _CALL.findall(text[:end]), _CALL.sub("", text[:end]) + text[end:]
-
-
 def calls_in(text: str) -> list[dict[str, Any]]:
     """Return the tool calls of a text that are JSON objects."""
     calls = []
-    for found in split_calls(text)[0]:
-        try:
+    # After the last end tag there is no complete call. Searching there from each start tag would take quadratic time.
+    for found in _CALL.findall(text[: text.rfind("</tool_call>") + len("</tool_call>")]):
+        with suppress(ValueError, RecursionError):
             calls.append(json.loads(found))
-        except (ValueError, RecursionError):
-            continue
     return [call for call in calls if isinstance(call, dict)]
 
 
@@ -120,16 +113,11 @@ def _is_valid(call: dict[str, Any], tools: list[dict[str, Any]]) -> bool:
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
         arguments = next(iter(calls_in(f"<tool_call>{arguments}</tool_call>")), {})
-    required = [
-        (tool["function"].get("parameters") or {}).get("required") or []
-        for tool in tools
-        if tool["function"]["name"] == call.get("name")
-    ]
-    return (
-        bool(required)
-        and isinstance(arguments, dict)
-        and all(arguments.get(name) not in (None, "", [], {}) for name in required[0])
-    )
+    known = [tool["function"] for tool in tools if tool["function"]["name"] == call.get("name")]
+    if not known or not isinstance(arguments, dict):
+        return False
+    required = (known[0].get("parameters") or {}).get("required") or []
+    return all(arguments.get(name) not in (None, "", [], {}) for name in required)
 
 
 def _holds(text: str, target: str) -> bool:

@@ -3,6 +3,7 @@ Reward models: sequence classifiers with one label, which TRL loads itself, and 
 their own code, such as the internlm2-1_8b-reward of MiniMind's trainers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from accelerate import PartialState
 from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
 
 from ..runtime.errors import UserError, as_user_errors
+from ..runtime.signals import guard_user_code
 from ..training.deepspeed_support import whole_weights
 from .rule_rewards import Completion, answer_in, calls_in, clip, turns_of
 
@@ -36,9 +38,7 @@ class ScoringModel:
         self.model.to(device).eval()
 
     @torch.no_grad()
-    def __call__(
-        self, prompts: list[list[dict[str, Any]]], completions: list[Completion], **columns: Any
-    ) -> list[float | None]:
+    def __call__(self, prompts: list[Any], completions: list[Completion], **columns: Any) -> list[float | None]:
         scores: list[float | None] = []
         for prompt, turns in zip(prompts, map(turns_of, completions), strict=True):
             messages = [{"role": part["role"], "content": part["content"].strip()} for part in prompt]
@@ -48,7 +48,7 @@ class ScoringModel:
         return scores
 
 
-def load_reward_model(name: str, *, trust_remote_code: bool) -> ScoringModel | str:
+def load_reward_model(name: str, *, trust_remote_code: bool) -> Callable[..., list[float | None]] | str:
     """
     Return a reward model, or the name of one that TRL loads itself.
 
@@ -66,7 +66,8 @@ def load_reward_model(name: str, *, trust_remote_code: bool) -> ScoringModel | s
     if architectures.endswith("ForSequenceClassification") and num_labels == 1:
         return name
     if trust_remote_code and "AutoModel" in config.get("auto_map", {}):
-        return ScoringModel(name)
+        what = f"--rewards {name}"
+        return guard_user_code(guard_user_code(ScoringModel, what)(name), what)
     raise UserError(
         f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
         f"{architectures} with {num_labels} labels. Pass another one, a function (module.path:function) that calls "

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
-from .control_tokens import BOS_TOKEN, CHAT_TEMPLATE_PATH, EOS_TOKEN, guard_control_tokens, template_errors
+from .control_tokens import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, guard_control_tokens
 
 
 # transformers returns a mask of the assistant's tokens only for text between these marks.
@@ -62,21 +61,18 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
             this package.
 
     Raises:
-        `ValueError`: if there is no template, or it has no marks and is not one of MiniMind's.
+        `UserError`: if there is no template, or it has no marks and is not one of MiniMind's.
     """
     if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
-        raise UserError(
-            f"--chat_template minimind uses {BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer. "
-            "Write a template with its own control tokens."
-        )
-    if chat_template is not None:
-        path = CHAT_TEMPLATE_PATH if chat_template == "minimind" else Path(chat_template)
-        if not path.is_file():
-            raise UserError(
-                f"--chat_template {chat_template}: no such file. Pass the path of a Jinja template, or minimind."
-            )
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    template = add_marks(tokenizer.chat_template or "")
+        missing = f"{BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer"
+        raise UserError(f"--chat_template minimind uses {missing}. Write a template with its own control tokens.")
+    template = CHAT_TEMPLATE if chat_template == "minimind" else add_marks(tokenizer.chat_template or "")
+    if chat_template not in (None, "minimind"):
+        try:
+            template = add_marks(Path(chat_template).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"--chat_template {chat_template} cannot be read: {error}. Pass a Jinja template, or minimind."
+            raise UserError(message) from error
     if not _MARKED.search(template):
         raise UserError(
             "The tokenizer has no chat template, or it does not mark what the assistant generates with "
@@ -86,50 +82,20 @@ def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None 
     tokenizer.chat_template = template
 
 
-def render_guarded(
-    tokenizer: PreTrainedTokenizerFast,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    chat_template_kwargs: dict[str, Any],
-) -> tuple[str, list[tuple[int, int]]]:
+def check_is_whole(
+    tokenizer: PreTrainedTokenizerFast, rendered: str, messages: list[dict[str, Any]], *, has_thoughts: bool
+) -> None:
     """
-    Render a conversation with the tokenizer's chat template. Texts that spell a control token get guards.
-
-    Args:
-        tokenizer ([`PreTrainedTokenizerFast`]): with a template that marks the text that the assistant generates.
-        messages (`list[dict]`): a conversation in the internal form of `data.conversations`.
-        tools (`list[dict]`, *optional*): JSON schemas of the available tools.
-        chat_template_kwargs (`dict`): further variables of the template.
-
-    Returns:
-        `tuple`: the rendered text with guards ([`~tokenizer.control_tokens.guard_control_tokens`]), and the range
-        `[start, end)` of characters of each text that the assistant generates.
-
-    Raises:
-        `ValueError`: if the template fails, or leaves out a part of the conversation.
-    """
-    guarded = guard_control_tokens(tokenizer, messages)
-    with template_errors(messages):
-        # NOTE: `apply_chat_template` returns a mask of tokens instead of these ranges of characters.
-        (rendered,), (spans,) = render_jinja_template(
-            conversations=[guarded],
-            tools=guard_control_tokens(tokenizer, tools),
-            chat_template=tokenizer.chat_template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-            **chat_template_kwargs,
-        )
-    _check_is_whole(rendered, guarded, has_thoughts=bool(chat_template_kwargs.get("enable_thinking", True)))
-    return rendered, spans
-
-
-def _check_is_whole(rendered: str, messages: list[dict[str, Any]], *, has_thoughts: bool) -> None:
-    """
-    Raise `ValueError` if `rendered` lacks a text, the name of a called tool or, with `has_thoughts`, a thought.
+    Raise `UserError` if `rendered` lacks a text, the name of a called tool or, with `has_thoughts`, a thought.
 
     A template that does not know tools or thoughts drops them silently, and training would never see them.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer.
+        rendered (`str`): the text that [`~tokenizer.control_tokens.render_guarded`] returned.
+        messages (`list[dict]`): the conversation in the internal form of `data.conversations`.
     """
-    for message in messages:
+    for message in guard_control_tokens(tokenizer, messages):
         parts = [message["content"], *([message.get("reasoning_content", "")] if has_thoughts else [])]
         absent = next((part for part in parts if part.strip() not in rendered), None)
         for name in (call["name"] for call in message.get("tool_calls", [])):

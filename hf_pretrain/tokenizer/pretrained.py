@@ -11,13 +11,16 @@ import os
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, get_session, hf_hub_download
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import may_be_checkpoint, split_hub_name
+from ..runtime.package_models import find_gguf
 from .chat_template import add_marks
-from .control_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE_PATH
+from .control_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE
+from .gguf_tokenizer import read_gguf_tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
@@ -43,6 +46,20 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def _hub_answers() -> bool:
+    """
+    Return whether the Hub can be reached.
+
+    NOTE: if it cannot, `huggingface_hub` tries each file six times, for a minute in all. No setting changes that.
+    """
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception as error:
+        announce(f"The Hub ({constants.ENDPOINT}) cannot be reached ({error}): reading what was downloaded earlier")
+        return False
+    return True
+
+
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     """
     Load a tokenizer from a directory or from the Hub.
@@ -55,37 +72,47 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
         name_or_path (`str` or `Path`): a directory or Hub id.
 
     Raises:
-        `ValueError`: if no tokenizer can be loaded from there.
+        `UserError`: if no tokenizer can be loaded from there.
     """
+    if (file := find_gguf(name_or_path)) is not None and file.is_file():
+        return _complete(read_gguf_tokenizer(file))
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     is_path = Path(name_or_path).is_dir()
     if Path(name_or_path).is_file():
-        raise UserError(
-            f"{name_or_path} holds weights, but no tokenizer. Pass --tokenizer_name_or_path with the directory of its "
-            "tokenizer, such as MiniMind's `model`; or convert the file with `hf-pretrain convert`."
-        )
+        fix = "Pass --tokenizer_name_or_path with the directory of its tokenizer, such as MiniMind's `model`"
+        raise UserError(f"{name_or_path} holds weights, but no tokenizer. {fix}.")
     if not may_be_checkpoint(name_or_path):
-        raise UserError(
-            f"There is no directory {name_or_path}. Correct the name, or first run the stage that writes it, such as "
-            "`hf-pretrain pretrain --preset tiny` for out/pretrain-tiny."
-        )
+        stage = "the stage that writes it, such as `hf-pretrain pretrain --preset tiny` for out/pretrain-tiny"
+        raise UserError(f"There is no directory {name_or_path}. Correct the name, or first run {stage}.")
     # Without this file, transformers would build an empty tokenizer from a config.json.
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
-        raise UserError(
-            f"The directory {name_or_path} holds no tokenizer.json. Name a directory that a run, "
-            "`hf-pretrain tokenizer` or `save_pretrained` wrote."
-        )
+        raise UserError(f"The directory {name_or_path} holds no tokenizer.json. Name one that a run or recipe wrote.")
     try:
-        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, use_fast=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_path,
+            # NOTE: without a value, transformers asks on stdin, and a batch job cannot answer.
+            trust_remote_code=False,
+            local_files_only=is_path or constants.HF_HUB_OFFLINE or not _hub_answers(),
+        )
+    # The last two: a JSON file of another shape.
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{name_or_path!r} is neither a directory here nor a Hub id with a tokenizer that can be loaded: {error}"
         ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        fix = "Pass a directory with a tokenizer.json and no tekken.json, or uninstall mistral-common"
+        raise UserError(f"{name_or_path} loads as {type(tokenizer).__name__}, which is no fast tokenizer. {fix}.")
+    return _complete(tokenizer)
+
+
+def _complete(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        # Llama's and Mistral's have none. Masks leave padding out, whatever its id.
+        tokenizer.pad_token = tokenizer.eos_token
     # minimind-3's template writes tool calls and thoughts as ours does, so our response template fits its answers.
     control_tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
     if tokenizer.response_template is None and control_tokens.issuperset([BOS_TOKEN, EOS_TOKEN, *MARKS]):
-        tokenizer.response_template = json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8"))
+        tokenizer.response_template = json.loads(RESPONSE_TEMPLATE)
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = add_marks(tokenizer.chat_template)
     return tokenizer
@@ -96,15 +123,22 @@ def add_words(tokenizer: PreTrainedTokenizerFast, path: str) -> None:
     Add the lines of a file to a tokenizer, as tokens that also occur in text.
 
     Raises:
-        `UserError`: if the file cannot be read.
+        `UserError`: if the file cannot be read, or the tokenizer would decode a word to another text. A byte-level
+            decoder reads letters such as `ß` and `č` as bytes.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        words = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--add_tokens {path} cannot be read: {error}. Name a text file with a token per line."
-        ) from error
-    tokenizer.add_tokens([line for line in lines if line.strip()])
+        message = f"--add_tokens {path} cannot be read: {error}. Name a text file with a token per line."
+        raise UserError(message) from error
+    tokenizer.add_tokens(words)
+    for word in words:
+        # Some tokenizers begin every text with a space, put one behind each added token, or lose those around it.
+        text = f"a {word}, b"
+        alone, within = (tokenizer.decode(tokenizer.encode(part, add_special_tokens=False)) for part in (word, text))
+        if alone != word or within.strip() != text:
+            decoded = f"the tokenizer decodes the word {word!r} as {alone!r}, and {text!r} as {within!r}"
+            raise UserError(f"--add_tokens {path}: {decoded}. Leave the word out.")
 
 
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
@@ -114,6 +148,8 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     Args:
         path (`str` or `Path`): a checkpoint directory, a file of weights, or a Hub id.
     """
+    if find_gguf(path) is not None:
+        return load_tokenizer(path)
     path, _ = split_hub_name(str(path))
     local = Path(path)
     directory = local.parent if local.is_file() else local
@@ -138,14 +174,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, name
         name (`str`): name of the tokenizer in error messages.
 
     Raises:
-        `ValueError`: if an id is at or above `vocab_size`, or if eos or pad is missing.
+        `UserError`: if an id is at or above `vocab_size`, or if eos or pad is missing.
     """
     missing = [kind for kind in ("eos", "pad") if tokenizer.special_tokens_map.get(f"{kind}_token") is None]
     if missing:
-        raise UserError(
-            f"The tokenizer {name} has no {', '.join(f'{kind}_token' for kind in missing)}. Set it in its "
-            "tokenizer_config.json: documents end with eos, and pad fills rows up."
-        )
+        tokens = ", ".join(f"{kind}_token" for kind in missing)
+        raise UserError(f"The tokenizer {name} has no {tokens}. Set it in its tokenizer_config.json.")
     # Do not use `len(tokenizer)`: ids need not be contiguous.
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:

@@ -18,15 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from .control_tokens import (
-    BOS_TOKEN,
-    CHAT_TEMPLATE_PATH,
-    EOS_TOKEN,
-    MARKS,
-    PAD_TOKEN,
-    RESPONSE_TEMPLATE_PATH,
-    SPECIAL_TOKENS,
-)
+from .control_tokens import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, MARKS, PAD_TOKEN, RESPONSE_TEMPLATE, SPECIAL_TOKENS
 from .pretrained import load_tokenizer, save_tokenizer
 
 
@@ -48,14 +40,12 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
         chat and response templates. `tokenizer(text)` adds neither bos nor eos; [`encode_documents`] does.
 
     Raises:
-        `ValueError`: if `vocab_size` is less than the number of special tokens plus 256.
+        `UserError`: if `vocab_size` is less than the number of special tokens plus 256.
     """
     smallest = len(SPECIAL_TOKENS) + 256
     if vocab_size < smallest:
-        raise UserError(
-            f"vocab_size={vocab_size} is too small: {len(SPECIAL_TOKENS)} special tokens and 256 bytes need at least "
-            f"{smallest}."
-        )
+        need = f"{len(SPECIAL_TOKENS)} special tokens and 256 bytes need at least {smallest}"
+        raise UserError(f"vocab_size={vocab_size} is too small: {need}.")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -77,39 +67,35 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 6400) -> PreTrain
         bos_token=BOS_TOKEN,
         eos_token=EOS_TOKEN,
         pad_token=PAD_TOKEN,
-        chat_template=CHAT_TEMPLATE_PATH.read_text(encoding="utf-8"),
-        response_template=json.loads(RESPONSE_TEMPLATE_PATH.read_text(encoding="utf-8")),
+        chat_template=CHAT_TEMPLATE,
+        response_template=json.loads(RESPONSE_TEMPLATE),
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
 
 
-def load_or_train_tokenizer(
-    name_or_path: str | None,
-    documents: Dataset | IterableDataset,
-    *,
-    vocab_size: int,
-) -> PreTrainedTokenizerFast:
+def load_or_train_tokenizer(documents: Dataset | IterableDataset, *, vocab_size: int) -> PreTrainedTokenizerFast:
     """
-    Load a tokenizer, or train one on the documents and cache it in `HF_HOME` for later runs on the same documents.
+    Train a tokenizer on documents, or load the one that an earlier run trained on the same documents, from `HF_HOME`.
 
     Args:
-        name_or_path (`str`, *optional*): a directory or Hub id to load; `None` trains.
         documents ([`Dataset`] or [`IterableDataset`]): with a column `text`.
-        vocab_size (`int`): number of entries of the trained tokenizer in total.
-
-    Returns:
-        [`PreTrainedTokenizerFast`]
+        vocab_size (`int`): number of entries of the tokenizer in total.
 
     Raises:
-        `ValueError`: if the named tokenizer cannot be loaded, or `vocab_size` is too small.
+        `UserError`: if `vocab_size` is too small.
     """
-    if name_or_path is not None:
-        return load_tokenizer(name_or_path)
     texts = _sample_texts(documents)
     # The key covers all inputs of the result: text, settings, templates, code and library version.
-    templates = [path.read_text(encoding="utf-8") for path in (CHAT_TEMPLATE_PATH, RESPONSE_TEMPLATE_PATH)]
-    inputs = [vocab_size, SPECIAL_TOKENS, templates, _TRAINING_CODE, tokenizers.__version__, texts]
+    inputs = [
+        vocab_size,
+        SPECIAL_TOKENS,
+        CHAT_TEMPLATE,
+        RESPONSE_TEMPLATE,
+        _TRAINING_CODE,
+        tokenizers.__version__,
+        texts,
+    ]
     digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
     directory = Path(HF_HOME, "hf_pretrain", "tokenizers", digest)
     if directory.is_dir():

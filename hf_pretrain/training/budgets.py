@@ -16,11 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
-from ..data.preparation import PreparedData
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
@@ -49,16 +47,14 @@ def parse_tokens(text: str) -> float:
 
 
 def check_budget(args: Any) -> None:
-    """Check the budget of training arguments, and let Trainer's number of steps not end a budget of minutes."""
+    """Raise `UserError` for budgets that exclude each other or cannot be kept."""
     given = [f"--{name}" for name in BUDGETS if vars(args)[name] is not None]
     if len(given) > 1:
         raise UserError(f"{' and '.join(given)} exclude each other. Pass one of them.")
     if args.max_tokens is not None:
         parse_tokens(args.max_tokens)
-    if args.max_minutes is not None:
-        if args.warmup_steps >= 1:
-            raise UserError(f"--warmup_steps {args.warmup_steps:g} must be a share below 1 with --max_minutes.")
-        args.max_steps = UNKNOWN_STEPS
+    if args.max_minutes is not None and args.warmup_steps >= 1:
+        raise UserError(f"--warmup_steps {args.warmup_steps:g} must be a share below 1 with --max_minutes.")
 
 
 def space_evaluations(args: Any, state: TrainerState) -> None:
@@ -73,30 +69,13 @@ def whole_model(config: MiniMindConfig) -> MiniMindForCausalLM:
         return MiniMindForCausalLM(config)
 
 
-def apply_token_budget(args: Any, data: PreparedData, config: MiniMindConfig) -> None:
-    """
-    Replace epochs and steps by those of a budget of tokens. They end with the step that reaches the budget. Tokens
-    count as in the log, without padding; for a stream, whose fill is unknown, each row counts in full.
-
-    Raises:
-        `ValueError`: if the rows are no packed sequences.
-    """
+def token_budget(args: Any, config: MiniMindConfig) -> float | None:
+    """Return the tokens that a run trains on by `--max_tokens` or `--tokens_per_parameter`; `None` without them."""
     if args.max_tokens is not None:
-        tokens = parse_tokens(args.max_tokens)
-    elif args.tokens_per_parameter is not None:
-        tokens = args.tokens_per_parameter * whole_model(config).num_parameters()
-    else:
-        return
-    length = data.collator.max_length if data.collator is not None else None
-    if data.num_tokens is not None:
-        args.num_train_epochs, args.max_steps = tokens / data.num_tokens, -1
-    elif isinstance(data.train, IterableDataset) and length is not None:
-        args.max_steps = math.ceil(tokens / (args.rows_per_step * length))
-    else:
-        raise UserError(
-            "--max_tokens and --tokens_per_parameter need packed sequences, and this run has none. Pass --max_steps, "
-            "--num_train_epochs or --max_minutes."
-        )
+        return parse_tokens(args.max_tokens)
+    if args.tokens_per_parameter is not None:
+        return args.tokens_per_parameter * whole_model(config).num_parameters()
+    return None
 
 
 class TimeBudget(TrainerCallback, ExportableState):
@@ -144,6 +123,8 @@ class TimeBudget(TrainerCallback, ExportableState):
         if self._num_steps == 1:
             self._first, self._before, self._from = now, self.spent, self.share
         self.spent, passed = self._before + now, now - self._first
+        # The steps since the last log count, too: in a short run, they are a large part.
+        control.should_log |= self.is_over
         left = self.seconds - self._before - self._first
         done = 1.0 if self.is_over else passed / left
         self.share = self._from + (1 - self._from) * done

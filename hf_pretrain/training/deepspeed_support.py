@@ -15,6 +15,7 @@ from transformers.utils import strtobool
 
 from ..runtime.errors import UserError
 from ..weights.adapters import base_model_of, is_adapted
+from .optimizers import OPTIMIZERS
 
 
 # NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine. The
@@ -38,9 +39,11 @@ def whole_weights() -> Iterator[None]:
     reference = deepspeed_integration._hf_deepspeed_config_weak_ref
     config = reference() if reference is not None else None
     deepspeed_integration.unset_hf_deepspeed_config()
-    yield
-    if config is not None:
-        deepspeed_integration.set_hf_deepspeed_config(config)
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed_integration.set_hf_deepspeed_config(config)
 
 
 def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
@@ -64,8 +67,8 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
             f"optimizer before the training, and the run would save {precision} weights. Use stage 1 "
             "(ds_configs/zero1.json), or train in float32 (--bf16 false)."
         )
-    if args.optim_preset == "muon":
-        _prepare_for_muon(config, args)
+    if (prepare := OPTIMIZERS[args.optim_preset].prepare_deepspeed) is not None:
+        prepare(config, args)
         return
     # Without it, DeepSpeed would not clip.
     config.setdefault("gradient_clipping", args.max_grad_norm)
@@ -77,30 +80,6 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
             f"With an offloaded optimizer accelerate would replace --optim {args.optim.value} by Adam, without a "
             "message. Use --optim adamw_torch, or a config without offloading (ds_configs/zero2.json)."
         )
-
-
-def _prepare_for_muon(config: dict[str, Any], args: Any) -> None:
-    """Set what DeepSpeed's Muon needs in the config of a run, and refuse what it cannot follow."""
-    for block in config.keys() & {"optimizer", "scheduler"}:
-        # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
-        raise UserError(
-            f"The `{block}` block of the DeepSpeed config would override Muon, the optimizer of this run. "
-            "Remove the block, or pass --optim_preset adamw."
-        )
-    clipping = config.get("gradient_clipping", 0.0)
-    limit = args.max_grad_norm if clipping == "auto" else clipping
-    if limit:
-        # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping would
-        # therefore shrink the updates.
-        raise UserError(
-            f"DeepSpeed would clip Muon's updates instead of the gradients, at {limit:g}. Leave --max_grad_norm "
-            'out, and set `gradient_clipping` to "auto" in the DeepSpeed config; or pass --optim_preset adamw.'
-        )
-    if config["zero_optimization"].get("stage") == 3:
-        # NOTE: under ZeRO-3, DeepSpeed's Muon refuses reduce-scatter.
-        config["zero_optimization"]["reduce_scatter"] = False
-    # NOTE: with an offloaded optimizer, accelerate would replace Muon by DeepSpeed's Adam for CPUs.
-    config["zero_force_ds_cpu_optimizer"] = False
 
 
 def gather_from_deepspeed(accelerator: Any, engine: Any, model: Any) -> tuple[Any, dict[str, torch.Tensor] | None]:

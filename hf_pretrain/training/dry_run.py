@@ -5,14 +5,11 @@ A dry run prepares the data and the model like the run itself, and measures a fe
 writes nothing into `output_dir`.
 """
 
-import atexit
-import os
 import shutil
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import datasets
 import psutil
@@ -22,47 +19,25 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..runtime.command_line import announce
-from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
 from .budgets import BUDGETS, whole_model
 from .measurements import flops_per_token, num_active_parameters, peak_memory_bytes
-from .training_arguments import LMTrainingArguments, optimizer_name
+from .training_arguments import optimizer_name
+
+
+if TYPE_CHECKING:
+    from .base_trainer import RunTrainer
 
 
 NUM_STEPS = 4
-# A dry run neither saves, evaluates, pushes nor reports to trackers.
-_TURNED_OFF: dict[str, Any] = {
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": [],
-}
 
 
-def begin_dry_run(args: LMTrainingArguments) -> None:
-    """
-    Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory. All ranks must
-    call this function.
-    """
-    args.planned_dir = args.output_dir
-    for name, value in _TURNED_OFF.items():
-        setattr(args, name, value)
-    args.output_dir = on_main_process(args, lambda: tempfile.mkdtemp(prefix="hf_pretrain-dry-run-"))
-    # Another machine has no such directory yet.
-    os.makedirs(args.output_dir, exist_ok=True)
-    atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
-    if args.process_index == 0:
-        print(f"Dry run: {args.launch_description}")
-
-
-def format_plan(trainer: Any) -> str:
+def format_plan(trainer: "RunTrainer") -> str:
     """
     Train a few steps, and return the plan. All ranks must call this function.
 
     Args:
-        trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run, after [`begin_dry_run`].
+        trainer ([`~training.base_trainer.RunTrainer`]): the trainer of a run that began with `settle_dry_run`.
     """
     # The losses of these steps tell the user nothing.
     for printer in (PrinterCallback, ProgressCallback):
@@ -79,7 +54,7 @@ def format_plan(trainer: Any) -> str:
             f"{number / 1e6:,.1f} M parameters, {num_active_parameters(whole) / 1e6:,.1f} M active per token, "
             f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
         ),
-        *(("" if i else "Data", line) for i, line in enumerate(trainer.run_facts.data)),
+        *(("" if i else "Data", line) for i, line in enumerate(trainer.run.facts.data)),
         *(("Budget", f"--{name} {vars(args)[name]}") for name in BUDGETS if vars(args)[name] is not None),
         ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_describe_passes(trainer)}"),
     ]
@@ -94,7 +69,7 @@ def format_plan(trainer: Any) -> str:
         ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device))),
         ("Time", f"{seconds:.3g} s per step, {duration} of training, without evaluations"),
         ("Disk", _describe_disk(trainer)),
-        ("Files", f"{args.planned_dir}: model, checkpoints, run.json, report.html"),
+        ("Files", f"{trainer.run.planned_dir}: model, checkpoints, run.json, report.html"),
         ("", f"{HF_DATASETS_CACHE}: prepared data"),
     ]
     width = max(len(label) for label, _ in lines) + 2
@@ -109,7 +84,7 @@ class StopAfterFewSteps(TrainerCallback):
         control.should_training_stop |= state.global_step >= NUM_STEPS
 
 
-def _describe_passes(trainer: Any) -> str:
+def _describe_passes(trainer: "RunTrainer") -> str:
     dataset, state = trainer.train_dataset, trainer.state
     if not isinstance(dataset, datasets.Dataset):
         return "streamed"
@@ -117,9 +92,9 @@ def _describe_passes(trainer: Any) -> str:
     return f"{state.max_steps * state.epoch / state.global_step:,.2f} passes over {len(dataset):,} sequences"
 
 
-def _describe_memory(trainer: Any, peak_bytes: float) -> str:
+def _describe_memory(trainer: "RunTrainer", peak_bytes: float) -> str:
     """Return the measured peak of the largest process."""
-    text = f"peak of {max(trainer.ranks.gather(peak_bytes)) / 2**30:.2f} GiB per process in the measured steps"
+    text = f"peak of {max(trainer.run.ranks.gather(peak_bytes)) / 2**30:.2f} GiB per process in the measured steps"
     device = trainer.args.device
     if device.type == "cuda":
         return f"{text}, of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
@@ -133,10 +108,10 @@ def _describe_memory(trainer: Any, peak_bytes: float) -> str:
     return f"{text} (a longer run on a CPU may hold twice as much)"
 
 
-def _describe_disk(trainer: Any) -> str:
+def _describe_disk(trainer: "RunTrainer") -> str:
     args = trainer.args
     size = checkpoint_bytes(trainer.model, args, uses_deepspeed=trainer.is_deepspeed_enabled)
-    directory = Path(args.planned_dir).absolute()
+    directory = Path(trainer.run.planned_dir).absolute()
     while not directory.exists():
         directory = directory.parent
     free = shutil.disk_usage(directory).free

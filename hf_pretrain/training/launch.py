@@ -11,11 +11,15 @@ import atexit
 import os
 import sys
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
@@ -25,27 +29,25 @@ from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
 logger = logging.get_logger(__name__)
 
-# NOTE: before 2.14, torch's matrix products on Apple GPUs may be wrong if they sum over more terms, without an error
-# (https://github.com/pytorch/pytorch/issues/193487). The gradient of a matrix sums over the tokens of a micro-batch.
-_MAX_MPS_TERMS = 32768
 
-
-def take_launchers_precision(args: Any) -> None:
+def launchers_precision(args: Any) -> tuple[bool | None, bool, bool]:
     """
-    Set `bf16` or `fp16` as `accelerate launch --mixed_precision` asks, if the user names no precision to the recipe.
-    `no` decides nothing, because the launcher passes it by default, too. Raise `UserError` for another precision than
-    the recipe's.
+    Return `bf16`, `fp16` and `fp8` as `accelerate launch --mixed_precision` asks, if the user names no precision to
+    the recipe. `no` decides nothing, because the launcher passes it by default, too. Raise `UserError` for another
+    precision than the recipe's.
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    given = args.bf16, args.fp16, args.fp8
     if asked == "no":
-        return
+        return given
     if args.bf16 is None and not args.fp16:
-        args.bf16, args.fp16, args.fp8 = asked in ("bf16", "fp8"), asked == "fp16", args.fp8 or asked == "fp8"
-    if not {"bf16": args.bf16, "fp16": args.fp16, "fp8": args.fp8}.get(asked):
+        given = asked in ("bf16", "fp8"), asked == "fp16", args.fp8 or asked == "fp8"
+    if not dict(zip(("bf16", "fp16", "fp8"), given, strict=True)).get(asked):
         raise UserError(
             f"accelerate launch --mixed_precision {asked} is not the precision of the recipe. Leave it out, and pass "
             "--bf16 or --fp16 to the recipe."
         )
+    return given
 
 
 def check_launch(args: Any) -> None:
@@ -99,6 +101,8 @@ def check_device(args: Any) -> None:
     """Raise `UserError` for arguments that do not fit the device that transformers has chosen."""
     if args.fp16 and args.device.type == "cpu":
         raise UserError("--fp16 on a CPU would silently train in float32. Use --bf16, or leave both out.")
+    if args.tp_size > 1 and args.device.type == "cpu":
+        raise UserError(f"--tp_size {args.tp_size} needs GPUs. On a CPU, shard with --fsdp_size instead.")
     if args.n_gpu > 1:
         raise UserError(
             f"One process sees {args.n_gpu} GPUs and would use nn.DataParallel, which breaks the complex rotary "
@@ -128,13 +132,30 @@ def check_accumulation(args: TrainingArguments, model: PreTrainedModel) -> None:
         )
 
 
+def has_right_gradient(num_tokens: int, device_type: str) -> bool:
+    """Return whether the gradient of a matrix on a device sums over all of its tokens."""
+    # Column n holds n times 1, n times -1, and so on. Its sums are small, and thus exact in every precision, and terms
+    # that are left out change the sum of a column. shape: (num_tokens, 64)
+    signs = 1 - 2 * (torch.arange(num_tokens)[:, None] // torch.arange(1, 65) % 2).float()
+    matrix = torch.zeros(64, 64, device=device_type, requires_grad=True)
+    F.linear(signs.to(device_type), matrix).sum().backward()
+    return torch.equal(matrix.grad.cpu(), signs.sum(0).expand(64, 64))
+
+
+@cache
 def check_micro_batch(num_tokens: int, device_type: str) -> None:
-    """Raise `ValueError` for a micro-batch whose gradients torch may compute wrongly on an Apple GPU."""
-    if device_type == "mps" and num_tokens > _MAX_MPS_TERMS and torch.__version__ < "2.14":
+    """
+    Raise `UserError` if an Apple GPU computes a wrong gradient from a micro-batch of this size.
+
+    NOTE: torch's matrix products on Apple GPUs may leave terms out if there are many, without an error; how many
+    depends on torch and the GPU (https://github.com/pytorch/pytorch/issues/193487, 195163). The gradient of a matrix
+    sums over the tokens of a micro-batch.
+    """
+    if device_type == "mps" and not has_right_gradient(num_tokens, "mps"):
         raise UserError(
-            f"A micro-batch of {num_tokens:,} tokens is too large. On Apple GPUs, torch {torch.__version__} may "
-            f"compute wrong gradients from more than {_MAX_MPS_TERMS:,}. Lower --per_device_train_batch_size, and "
-            "raise --gradient_accumulation_steps."
+            f"A micro-batch of {num_tokens:,} tokens is too large: with torch {torch.__version__}, this GPU computes "
+            "a wrong gradient from it. Lower --per_device_train_batch_size and raise --gradient_accumulation_steps, "
+            "or install a newer torch."
         )
 
 
@@ -181,6 +202,13 @@ def start_cpu_ranks(args: Any) -> None:
     atexit.register(leave_process_group)
 
 
+def name_compile_locks() -> None:
+    """Name the lock files of torch's extensions: a killed compile leaves one, and torch waits for its end."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    for path in Path(root).rglob("lock"):
+        logger.warning(f"Waiting for {path}. If no process compiles (c++, ninja), delete it: a kill left it.")
+
+
 def start_deepspeed_cpu_ranks() -> None:
     """
     Start DeepSpeed's own process group on a CPU.
@@ -189,15 +217,7 @@ def start_deepspeed_cpu_ranks() -> None:
     """
     import deepspeed
 
+    # DeepSpeed compiles an operator here.
+    name_compile_locks()
     deepspeed.init_distributed(dist_backend="gloo")
     atexit.register(remove_allreduce_buffers)
-
-
-def launcher() -> str:
-    """Return the name of the program that started this process, by the environment variables that it sets."""
-    # `accelerate launch` starts torchrun's agent, which sets its own variables too. Look for accelerate's first.
-    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
-        return "accelerate launch"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"

@@ -10,7 +10,7 @@ activation checkpointing.
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,10 @@ class Throughput:
     """
 
     def __init__(self, num_tokens: int = 0):
+        self.reset(num_tokens)
+
+    def reset(self, num_tokens: int) -> None:
+        """Forget all steps. `num_tokens` are the tokens that the run has seen."""
         self._num_tokens = num_tokens
         # The beginning of the interval, moved forward by each pause; `None` before `begin`.
         self._start: float | None = None
@@ -82,19 +86,32 @@ class Meter:
         flops_per_token (`float`): FLOPs of a forward and backward pass for one token.
         peak (`float`, *optional*): the peak FLOPs per second of one device.
         world_size (`int`): number of devices that train.
+        add_up (`Callable`): returns the sums of tensors over the ranks.
     """
 
-    def __init__(self, flops_per_token: float, peak: float | None, *, world_size: int = 1):
+    def __init__(
+        self,
+        flops_per_token: float,
+        peak: float | None,
+        *,
+        world_size: int = 1,
+        add_up: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = lambda sums: sums,
+    ):
         self.flops_per_token = flops_per_token
         self.peak = peak
         self.world_size = world_size
+        self.add_up = add_up
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
         self.num_steps = 0
-        self.losses: torch.Tensor | None = None
+        self._losses: torch.Tensor | None = None
         self._names: tuple[str, ...] = ()
         self._new_tokens: torch.Tensor | None = None
 
-    def count_step(self, num_tokens: torch.Tensor) -> None:
-        """Count one step and its tokens, given as an integer tensor that stays on the device."""
+    def add_step(self, num_tokens: torch.Tensor) -> None:
+        """Add one step and its tokens, given as an integer tensor that stays on the device."""
         self._new_tokens = num_tokens if self._new_tokens is None else self._new_tokens + num_tokens
         self.num_steps += 1
 
@@ -103,7 +120,7 @@ class Meter:
         self._names = tuple(parts)
         # One tensor for all parts: a log then needs one reduction over the ranks and one transfer.
         losses = torch.stack(list(parts.values())).detach()
-        self.losses = losses if self.losses is None else self.losses + losses
+        self._losses = losses if self._losses is None else self._losses + losses
 
     def read_tokens(self) -> int:
         """Return the number of tokens since the last call. This waits for the device."""
@@ -112,20 +129,22 @@ class Meter:
         num_tokens, self._new_tokens = int(self._new_tokens.item()), None
         return num_tokens
 
-    def measure(self, losses: torch.Tensor, tokens_per_second: float | None) -> dict[str, float]:
+    def measure(self, tokens_per_second: float | None) -> dict[str, float]:
         """
-        Return mean losses and FLOPs since the last call, and reset the sums.
+        Return mean losses and FLOPs since the last call, and reset the sums. All ranks call this method.
 
         Args:
-            losses (`torch.Tensor` of shape `(num_parts,)`): `self.losses`, summed over the ranks.
             tokens_per_second (`float`, *optional*): the speed of all devices together, if there is one.
 
         Returns:
             `dict`: the mean of each part, `model_flops_per_second` of all devices together, and, with a known peak,
             `mfu` as a share of it.
         """
+        if self._losses is None:
+            return {}
+        (losses,) = self.add_up((self._losses,))
         logs = dict(zip(self._names, (losses / self.num_steps).tolist(), strict=True))
-        self.losses, self.num_steps = None, 0
+        self._losses, self.num_steps = None, 0
         if tokens_per_second is not None:
             logs["model_flops_per_second"] = tokens_per_second * self.flops_per_token
             if self.peak is not None:

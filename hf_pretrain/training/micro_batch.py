@@ -5,17 +5,18 @@ The host enqueues the kernels of each micro-batch one by one, so a step of a few
 less time than a step of many small ones. The sum over a step is the same (`masked_loss_trainer.py`).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ..data.collators import DataCollatorForPackedRows
 from ..model.configuration_minimind import MiniMindConfig
-from ..runtime.ranks import Ranks, on_main_process
-from ..weights.adapters import base_model_of, is_adapted
-from .run_directory import RunDirectory
-from .training_arguments import LMTrainingArguments
 
+
+if TYPE_CHECKING:
+    from .run import Run
 
 # Share of the free memory that the estimate may fill. The rest is for chunks of logits, the optimizer's temporary
 # tensors, and blocks that the allocator cannot reuse.
@@ -58,36 +59,31 @@ def fitting_micro_batch(config: MiniMindConfig, *, num_parameters: int, row_leng
     return max(size for size in range(1, rows + 1) if rows % size == 0 and size <= max(most, 1))
 
 
-def fit_micro_batch(
-    args: LMTrainingArguments, model: PreTrainedModel, train: object, collator: DataCollatorForPackedRows | None
-) -> None:
+def choose_micro_batch(
+    run: "Run", model: PreTrainedModel, train: object, collator: DataCollatorForPackedRows | None
+) -> tuple[int, int, int] | None:
     """
-    Set rows per micro-batch and the number of micro-batches to what fits into the memory of the smallest GPU, with the
-    same rows per step. All ranks must call this function.
+    Return rows per micro-batch, the number of micro-batches and the free bytes, for the memory of the smallest GPU and
+    the same rows per step. All ranks must call this function.
 
-    Do nothing where the estimate does not hold or the result would depend on the size of a micro-batch: without
-    compiled layers in bfloat16, with recomputed activations, for adapters, for streams and sampling by length, and for
-    a router loss per batch. No stage that calls this function has another loss that depends on it.
+    Return `None` where the estimate does not hold or the result would depend on the size of a micro-batch: without
+    compiled layers in bfloat16, with recomputed activations, for adapters and teachers, for streams and sampling by
+    length, and for a router loss per batch.
     """
-    config = base_model_of(model).config
-    is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and not is_adapted(model)
+    args, config = run.args, model.config
+    # A model with an adapter is no `PreTrainedModel`.
+    is_whole = isinstance(model, PreTrainedModel)
+    is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and is_whole
     recomputes = args.activation_checkpointing or config.dropout > 0
     is_per_batch = config.num_experts > 0 and config.router_aux_loss_level == "batch"
     depends = args.train_sampling_strategy == "group_by_length" or is_per_batch
-    row_length = collator.max_length if collator is not None and isinstance(train, Dataset) else None
+    is_packed = isinstance(collator, DataCollatorForPackedRows) and isinstance(train, Dataset)
+    row_length = collator.max_length if is_packed and run.facts.recipe in ("pretrain", "sft") else None
     if not (args.fit_micro_batch and is_estimated and row_length) or recomputes or depends:
-        return
-    ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
-    free = min(ranks.gather(torch.cuda.mem_get_info(args.device)[0]))
+        return None
+    free = min(run.ranks.gather(torch.cuda.mem_get_info(args.device)[0]))
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     size = fitting_micro_batch(
         config, num_parameters=model.num_parameters(), row_length=row_length, rows=rows, free=free
     )
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = size, rows // size
-
-    def record() -> None:
-        text = f"{size} rows per micro-batch, {rows // size} micro-batches per step and process"
-        print(f"{text}, for {free / 2**30:.1f} GiB of free memory")
-        RunDirectory(args).record(micro_batch={"rows": size, "accumulation": rows // size, "free_bytes": free})
-
-    on_main_process(args, record)
+    return size, rows // size, free

@@ -22,6 +22,12 @@ _NUM_GENERATIONS = "6"
 _RUNS = {"full_sft": "sft", "full_dist": "distill"}
 # The commands that replace MiniMind's scripts of inference.
 _INFERENCE = ("chat", "serve")
+_PRESET_FLAGS = {"--preset", "--model_preset"}
+_RATES = {"--learning_rate", "--max_grad_norm"}
+_SIZES = {
+    **dict.fromkeys(("dim", "hidden_size", "student_hidden_size"), "hidden_size"),
+    **dict.fromkeys(("n_layers", "num_hidden_layers", "student_num_layers"), "num_hidden_layers"),
+}
 
 
 def translate_minimind(argv: list[str], stage: str) -> list[str]:
@@ -57,7 +63,7 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     if "wandb_project" in collected:
         # transformers passes `--project` to trackio alone.
         os.environ.setdefault("WANDB_PROJECT", collected["wandb_project"])
-    translated = _scale_steps(translated) + _complete(translated, collected, stage)
+    translated = _scale_steps(translated) + _complete(_values(translated), collected, stage)
     if is_main():
         print(f"With the names of this package, MiniMind's flags are: {shlex.join(translated)}", file=sys.stderr)
     return translated
@@ -82,27 +88,26 @@ def _apply(flag: str, rule: str | dict[str, str], value: str) -> list[str]:
     return [word.replace("{}", value) for word in rule.split()]
 
 
+def _values(words: list[str]) -> dict[str, str]:
+    """Return the words of a command line that a value follows, with the last value of each."""
+    return dict(itertools.pairwise(words)) | dict(word.split("=", 1) for word in words if "=" in word)
+
+
 def _scale_steps(words: list[str]) -> list[str]:
     """Turn numbers of micro-batches, after the word `@steps`, into numbers of optimizer steps."""
-    accumulation = int(_last(words, "--gradient_accumulation_steps") or 1)
-    scaled: list[str] = []
-    for word in words:
-        if scaled and scaled[-1] == "@steps":
-            scaled[-1] = f"{max(1, round(float(word) / accumulation)) if float(word) else 0}"
-        else:
-            scaled.append(word)
-    return scaled
+    accumulation = int(_values(words).get("--gradient_accumulation_steps", 1))
+    return [
+        f"{max(1, round(float(word) / accumulation)) if float(word) else 0}" if before == "@steps" else word
+        for before, word in itertools.pairwise(["", *words])
+        if word != "@steps"
+    ]
 
 
-def _last(words: list[str], flag: str) -> str | None:
-    """Return the last value of a flag of ours, if it is there."""
-    values = [value for name, value in itertools.pairwise(words) if name == flag]
-    values += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-    return values[-1] if values else None
-
-
-def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[str]:
-    """Return the words for what MiniMind splits into several flags: the model, its directory, and GRPO's batch."""
+def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> list[str]:
+    """
+    Return the words for what MiniMind splits into several flags: the model, its directory, and GRPO's batch. `typed`
+    holds the values of the flags with our names.
+    """
     more: list[str] = []
     directory = Path(collected.get("save_dir", collected.get("out_dir", "out")))
     if stage in _INFERENCE:
@@ -111,14 +116,14 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
     name = collected.get("save_weight", collected.get("lora_name", ""))
     if name or {"save_dir", "out_dir"} & collected.keys():
         more += ["--output_dir", str(directory / name)]
-    if "epochs" in collected and _last(words, "--max_steps") is None:
+    if "epochs" in collected and "--max_steps" not in typed:
         # The YAML files of `tiny` limit the steps, which would win over the epochs.
         more += ["--max_steps", "-1"]
     if "lora_name" in collected:
         more.append("--use_peft")
-    if "lora_name" in collected and not (_last(words, "--lora_target_modules") or _last(words, "--lora_alpha")):
-        # MiniMind adapts the square projections, with scale 1.
-        more += ["--lora_target_modules", "q_proj", "o_proj", "--lora_alpha", "16"]
+        if not {"--lora_target_modules", "--lora_alpha"} & typed.keys():
+            # MiniMind adapts the square projections, with scale 1.
+            more += ["--lora_target_modules", "q_proj", "o_proj", "--lora_alpha", "16"]
     weights = collected.get("from_weight", collected.get("from_student_weight", "none"))
     if weights != "none":
         more += ["--model_name_or_path", _find_weights(directory, weights)]
@@ -127,11 +132,11 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
             # In MiniMind's checkout, `model` stands beside `out`.
             more += ["--tokenizer_name_or_path", str(tokenizer)]
         base = Path(sys.argv[0]).parent / f"base/{stage}.yaml"
-        if base.is_file() and _last(words, "--config") is None:
+        if base.is_file() and not {"--config", *_PRESET_FLAGS} & typed.keys():
             # A recipe that starts from other weights takes no preset's settings.
             more += ["--config", str(base)]
-    elif not {"--model_name_or_path", "--config"} & {word.partition("=")[0] for word in words}:
-        more += _sizes(collected, has_preset=_last(words, "--model_preset") is not None)
+    elif not {"--model_name_or_path", "--config"} & typed.keys():
+        more += _sizes(collected, has_preset=not typed.keys().isdisjoint(_PRESET_FLAGS))
     if "from_teacher_weight" in collected:
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
     if "batch_size" in collected and stage == "grpo":
@@ -141,8 +146,7 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
         more += ["--per_device_train_batch_size", rows, "--per_device_eval_batch_size", rows]
     if "num_generations" in collected:
         more += ["--num_generations", collected["num_generations"]]
-    rates = _last(words, "--learning_rate"), _last(words, "--max_grad_norm")
-    if stage == "pretrain" and any(rates) and not (_last(words, "--optim_preset") or _last(words, "--optim")):
+    if stage == "pretrain" and _RATES & typed.keys() and not {"--optim_preset", "--optim"} & typed.keys():
         # A rate and a clipping of MiniMind's scripts are those of its optimizer.
         more += ["--optim_preset", "adamw"]
     return more
@@ -150,9 +154,7 @@ def _complete(words: list[str], collected: dict[str, str], stage: str) -> list[s
 
 def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
     """Return the words that name the model of MiniMind's sizes."""
-    names = {"dim": "hidden_size", "student_hidden_size": "hidden_size", "hidden_size": "hidden_size"}
-    names |= dict.fromkeys(("n_layers", "student_num_layers", "num_hidden_layers"), "num_hidden_layers")
-    sizes = {names[name]: value for name, value in collected.items() if name in names}
+    sizes = {_SIZES[name]: value for name, value in collected.items() if name in _SIZES}
     is_moe = collected.get("use_moe", collected.get("student_use_moe", "0")).lower() in ("1", "true")
     if not sizes and not is_moe:
         return []
@@ -160,7 +162,7 @@ def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
     preset = "minimind2" if {"dim", "n_layers"} & collected.keys() else "minimind3"
     if preset == "minimind3" and "hidden_size" in sizes and not has_preset:
         sizes["intermediate_size"] = str(64 * math.ceil(math.pi * int(sizes["hidden_size"]) / 64))
-    words = [] if has_preset else ["--model_preset", f"{preset}-moe" if is_moe else preset]
+    words = [] if has_preset else ["--preset", f"{preset}-moe" if is_moe else preset]
     overrides = ",".join(f"{name}={value}" for name, value in sizes.items())
     return [*words, *(["--config_overrides", overrides] if overrides else [])]
 
@@ -170,9 +172,7 @@ def _find_weights(directory: Path, name: str) -> str:
     files = sorted(map(str, directory.glob(f"{name}_*.pth")))
     # The recipes write `out/sft` by default.
     runs = [directory / name, directory / _RUNS.get(name, name)]
-    run = next((run for run in runs if run.is_dir()), None)
-    if run is not None or not files:
-        return str(run or runs[-1])
-    if len(files) > 1:
+    run = next(filter(Path.is_dir, runs), None if files else runs[-1])
+    if run is None and len(files) > 1:
         raise UserError(f"Several files have the name {name}: {', '.join(files)}. Pass one with --model_name_or_path.")
-    return files[0]
+    return str(run or files[0])

@@ -3,19 +3,20 @@ The Muon optimizer, and missing parameters of transformers' learning-rate schedu
 
 Muon (https://kellerjordan.github.io/posts/muon/) replaces the update of a matrix by the nearest orthogonal matrix.
 This implementation scales the updates to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2), so that
-both take the same learning rate and weight decay.
+both take the same learning rate and weight decay. `torch.optim.Muon` does not serve: it takes no stacked experts, and
+neither shares the matrices out to the ranks nor gathers sharded ones.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
 from ..runtime.devices import has_bfloat16_units
@@ -33,17 +34,24 @@ MOMENTUM = 0.85
 MAX_ELEMENTS = 2**24
 
 
-@contextmanager
-def complete_schedule(args: TrainingArguments, num_steps: int) -> Iterator[None]:
-    """Add the arguments that a schedule lacks within the block. transformers has no defaults for them."""
+def complete_schedule(args: TrainingArguments, num_steps: int) -> dict[str, Any] | None:
+    """Return `lr_scheduler_kwargs` with what a schedule needs. transformers has no defaults for some schedules."""
     given = args.lr_scheduler_kwargs
     if args.lr_scheduler_type == "warmup_stable_decay":
-        args.lr_scheduler_kwargs = {"num_decay_steps": math.ceil(0.2 * num_steps), "min_lr_ratio": 0.1} | (given or {})
-    elif args.lr_scheduler_type == "cosine_with_min_lr":
-        args.lr_scheduler_kwargs = given or {"min_lr_rate": 0.1}
-    yield
-    # A later resume compares the user's own arguments.
-    args.lr_scheduler_kwargs = given
+        return {"num_decay_steps": math.ceil(0.2 * num_steps), "min_lr_ratio": 0.1} | (given or {})
+    return given or {"min_lr_rate": 0.1} if args.lr_scheduler_type == "cosine_with_min_lr" else given
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, scheduler: Any, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer and its schedule the settings of parameter groups, as they were before a resume."""
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        # DeepSpeed has replaced the parameters.
+        group.update(given | {name: group[name] for name in ("params", "lr")})
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = [given["initial_lr"] for given in groups]
+        # Compute the rates of the next step again.
+        scheduler.last_epoch -= 1
+        scheduler.step()
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
@@ -240,7 +248,7 @@ def deepspeed_muon(
 def build_muon(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> torch.optim.Optimizer:
     """Return the Muon optimizer of a run; under DeepSpeed, DeepSpeed's own. Raise `UserError` for an adapter."""
     if is_adapted(model):
-        raise UserError("--optim_preset muon is not possible for an adapter. Pass --optim_preset adamw.")
+        raise UserError("--optim_preset muon trains no adapters. Pass --optim_preset adamw with --use_peft.")
     groups = muon_parameter_groups(model, learning_rate=args.learning_rate, weight_decay=args.weight_decay)
     adamw: dict[str, Any] = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if not uses_deepspeed:
@@ -277,3 +285,52 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
         gram = states @ states.mT
         states = torch.baddbmm(states, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), states, beta=a)
     return states.mT if is_tall else states
+
+
+def prepare_deepspeed_muon(config: dict[str, Any], args: Any) -> None:
+    """Set what DeepSpeed's Muon needs in the config of a run, and refuse what it cannot follow."""
+    for block in config.keys() & {"optimizer", "scheduler"}:
+        # NOTE: DeepSpeed's schedulers give all groups one learning rate, and Muon's matrices need their own.
+        raise UserError(
+            f"The `{block}` block of the DeepSpeed config would override Muon, the optimizer of this run. "
+            "Remove the block, or pass --optim_preset adamw."
+        )
+    clipping = config.get("gradient_clipping", 0.0)
+    limit = args.max_grad_norm if clipping == "auto" else clipping
+    if limit:
+        # NOTE: DeepSpeed overwrites the gradients with Muon's updates before it computes their norm. Clipping would
+        # therefore shrink the updates.
+        raise UserError(
+            f"DeepSpeed would clip Muon's updates instead of the gradients, at {limit:g}. Leave --max_grad_norm "
+            'out, and set `gradient_clipping` to "auto" in the DeepSpeed config; or pass --optim_preset adamw.'
+        )
+    if config["zero_optimization"].get("stage") == 3:
+        # NOTE: under ZeRO-3, DeepSpeed's Muon refuses reduce-scatter.
+        config["zero_optimization"]["reduce_scatter"] = False
+    # NOTE: with an offloaded optimizer, accelerate would replace Muon by DeepSpeed's Adam for CPUs.
+    config["zero_force_ds_cpu_optimizer"] = False
+
+
+class OptimizerPreset(NamedTuple):
+    """
+    A value of `--optim_preset`.
+
+    Args:
+        learning_rate (`float`): its default peak rate of pretraining at width 192. It was the best one of the preset
+            `tiny` (docs/performance.md).
+        max_grad_norm (`float`): its default clipping; 0 for none.
+        build (`Callable`, *optional*): returns the optimizer of a run; `None` for the optimizer of `--optim`.
+        prepare_deepspeed (`Callable`, *optional*): sets what it needs in a DeepSpeed config, and refuses the rest.
+    """
+
+    learning_rate: float
+    max_grad_norm: float
+    build: Callable[..., torch.optim.Optimizer] | None = None
+    prepare_deepspeed: Callable[[dict[str, Any], Any], None] | None = None
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerPreset(2e-3, TrainingArguments.max_grad_norm),
+    # Muon's updates have the same size however large the gradients are, so it needs no clipping.
+    "muon": OptimizerPreset(8e-3, 0.0, build_muon, prepare_deepspeed_muon),
+}

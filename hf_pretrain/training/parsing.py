@@ -1,21 +1,23 @@
 """
 The parser of a recipe's flags: a command line and an optional YAML file become instances of dataclasses.
 
-`--config file.yaml` gives defaults, and the command line wins. A key or flag that no dataclass knows is an error. A
-value `{bf16: A, float32: B}` depends on the precision of the run.
+`--preset` and `--config file.yaml` give defaults, and the command line wins. A key or flag that no dataclass knows is
+an error. A value `{bf16: A, float32: B}` depends on the precision of the run.
 """
 
-import dataclasses
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import hint
 from ..runtime.parser import RecipeParser, read_config
-from ..weights.models import default_preset
+from ..runtime.stages import STAGES
+from ..weights.model_arguments import choose_preset
 from .minimind_flags import translate_minimind
 
 
@@ -23,13 +25,80 @@ from .minimind_flags import translate_minimind
 _MICRO_BATCH_FLAGS = {"per_device_train_batch_size", "gradient_accumulation_steps"}
 
 
-def _yaml_to_argv(path: str, known_keys: list[str], typed: Any) -> list[str]:
+def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] | None = None) -> tuple[Any, ...]:
+    """
+    Parse the command line into instances of dataclasses.
+
+    Args:
+        dataclass_types (`type`): the dataclasses whose fields are the flags.
+        stage (`str`): without `--config`, the file `recipes/<preset>/<stage>.yaml` beside the running recipe gives
+            defaults, as [`read_defaults`] reads it. The preset is `--preset`, or the default for this machine.
+        argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
+
+    Returns:
+        `tuple`: an instance of each dataclass.
+
+    Raises:
+        `UserError`: for an unknown YAML key or flag (the message names the nearest one), for a value of the
+            wrong type, and for a value that a dataclass refuses.
+    """
+    argv = translate_minimind(sys.argv[1:] if argv is None else argv, stage)
+    # The recipe's own docstring has examples.
+    parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
+    # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
+    # wins because it comes last.
+    typed, _ = parser.parse_known_args(argv)
+    defaults: list[str] = []
+    if "config" in typed:
+        preset = choose_preset(typed.model_preset, use_cpu=typed.use_cpu)
+        config = _find_config(typed, preset, stage)
+        if config:
+            defaults = [*_yaml_to_argv(config, typed), "--config", config]
+        if _MICRO_BATCH_FLAGS & {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}:
+            defaults.append("--fit_micro_batch=false")
+        argv = argv if typed.model_preset != "auto" else [*argv, "--preset", preset]
+    namespace = parser.parse_args(defaults + argv)
+    # transformers and TRL refuse values here, too.
+    with as_user_errors():
+        return parser.parse_dict(vars(namespace), allow_extra_keys=False)
+
+
+def _find_config(typed: Namespace, preset: str, stage: str) -> str | None:
+    """Return the YAML file that gives the defaults of a run: `--config`, or that of the preset. `None`: no file."""
+    # A preset's rates and steps do not fit an arbitrary checkpoint, unless the user names the preset.
+    if typed.config or (typed.model_name_or_path and not typed.model_preset):
+        return typed.config
+    path = Path(sys.argv[0]).parent / preset / f"{stage}.yaml"
+    if stage == "evaluate" and typed.model_preset and not path.is_file():
+        # Evaluate the pretrained model of the preset on its validation set.
+        path = path.with_name("pretrain.yaml")
+    return str(path) if path.is_file() or _base_of(path).is_file() else None
+
+
+def _base_of(path: Path) -> Path:
+    return path.parent.parent / "base" / path.name
+
+
+def read_defaults(path: Path) -> dict[str, Any]:
+    """
+    Return the values of a YAML file. A preset needs no file for a stage: without `recipes/<preset>/<stage>.yaml`, they
+    are those of `recipes/base/<stage>.yaml`, with the models and directories of this preset.
+    """
+    preset, stage, base = path.parent.name, path.stem, _base_of(path)
+    if path.is_file() or preset not in PRESETS or not base.is_file():
+        return read_config(path)
+    start = STAGES[stage].start
+    model = {"model_name_or_path": f"out/{start}-{preset}"} if start else {"preset": preset}
+    return read_config(base) | model | {"output_dir": f"out/{stage}-{preset}"}
+
+
+def _yaml_to_argv(path: str, typed: Namespace) -> list[str]:
     """
     Return a YAML file as command-line words, so that the parser checks its values like typed ones. `typed` holds the
     arguments of the real command line.
     """
     argv = []
-    content = read_config(path)
+    content, known_keys = read_defaults(Path(path)), {*vars(typed), "preset"}
     for key, value in content.items():
         if key not in known_keys:
             raise UserError(f"{path}: unknown key `{key}`{hint(str(key), known_keys)}.")
@@ -46,7 +115,7 @@ def _yaml_to_argv(path: str, known_keys: list[str], typed: Any) -> list[str]:
     return argv
 
 
-def _trains_in_bf16(typed: Any, content: dict[str, Any]) -> bool:
+def _trains_in_bf16(typed: Namespace, content: dict[str, Any]) -> bool:
     """Return whether a run trains in bf16, by the command line, the YAML file or the device, in this order."""
     if typed.fp16 or content.get("fp16"):
         return False
@@ -54,50 +123,3 @@ def _trains_in_bf16(typed: Any, content: dict[str, Any]) -> bool:
     if asked is not None:
         return bool(asked)
     return has_bfloat16_units(default_device_type(use_cpu=typed.use_cpu or content.get("use_cpu", False)))
-
-
-def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] | None = None) -> tuple[Any, ...]:
-    """
-    Parse the command line into instances of dataclasses.
-
-    Args:
-        dataclass_types (`type`): the dataclasses whose fields are the flags.
-        stage (`str`): without `--config`, the file `recipes/<preset>/<stage>.yaml` beside the running recipe gives
-            defaults. The preset is `--model_preset`, or the default for this machine.
-        argv (`list[str]`, *optional*): the words after the program's name; `sys.argv[1:]` by default.
-
-    Returns:
-        `tuple`: an instance of each dataclass.
-
-    Raises:
-        `UserError`: for an unknown YAML key or flag (the message names the nearest one), for a value of the
-            wrong type, and for a value that a dataclass refuses.
-    """
-    argv = translate_minimind(sys.argv[1:] if argv is None else argv, stage)
-    # The recipe's own docstring has examples.
-    parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
-
-    known_keys = [field.name for cls in dataclass_types for field in dataclasses.fields(cls) if field.init]
-    defaults: list[str] = []
-    if "config" in known_keys:
-        # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
-        # wins because it comes last.
-        known, _ = parser.parse_known_args(argv)
-        config = known.config or _default_config(known, stage)
-        if config:
-            defaults = [*_yaml_to_argv(config, known_keys, known), "--config", config]
-        if _MICRO_BATCH_FLAGS & {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}:
-            defaults.append("--fit_micro_batch=false")
-    namespace = parser.parse_args(defaults + argv)
-    # transformers and TRL refuse values here, too.
-    with as_user_errors():
-        return parser.parse_dict(vars(namespace), allow_extra_keys=False)
-
-
-def _default_config(known: Any, stage: str) -> str | None:
-    """Return the YAML file of the preset in the repository of the running recipe; `None` if there is none."""
-    # A preset's rates and steps do not fit an arbitrary checkpoint.
-    if known.model_name_or_path:
-        return None
-    path = Path(sys.argv[0]).parent / (known.model_preset or default_preset()) / f"{stage}.yaml"
-    return str(path) if path.is_file() else None

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
@@ -23,7 +23,11 @@ from transformers.utils import logging
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..runtime.errors import UserError
 from ..weights.adapters import is_adapted
-from .training_arguments import LMTrainingArguments, optimizer_name
+from .training_arguments import LMTrainingArguments, optimizer_name, values_by_name
+
+
+if TYPE_CHECKING:
+    from .base_trainer import RunTrainer
 
 
 logger = logging.get_logger(__name__)
@@ -34,14 +38,8 @@ _NOT_COMPARED = (
     # Where and when the run writes, reports, pushes and evaluates, and how it resumes.
     *("config", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "preview", "dry_run", "profile*"),
     *("log_*", "logging_*", "save_*", "hub_*", "push_to_hub", "trackio_*", "max_rejected_ratio", "do_eval"),
-    *(
-        "load_best_model_at_end",
-        "early_stopping_patience",
-        "per_device_eval_batch_size",
-        "num_generations_eval",
-        "num_completions_to_print",
-    ),
-    *("resume_from_*", "allow_inexact_resume"),
+    *("load_best_model_at_end", "early_stopping_patience", "per_device_eval_batch_size", "num_generations_eval"),
+    *("num_completions_to_print", "resume_from_*", "allow_inexact_resume"),
     # Processes, devices and kernels. They change at most the rounding.
     *("local_rank", "use_cpu", "num_proc", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory"),
     *("dataloader_prefetch_factor", "dataloader_persistent_workers", "torch_empty_cache_steps", "skip_memory_metrics"),
@@ -59,11 +57,16 @@ _EVALUATION = ("eval_*", "metric_for_best_model", "greater_is_better")
 # out what the checkpoint holds. They are named if a content differs.
 _CONTENT_FLAGS = {
     *("dataset_name", "dataset_weights", "validation_fraction", "train_fraction", "streaming", "text_column"),
+    *("encoding", "whole_files"),
     *("packing", "dataset_kind", "chat_template", "enable_thinking", "train_on"),
     *("tokenizer_name_or_path", "vocab_size", "add_tokens", "model_preset", "model_name_or_path", "config_overrides"),
     *("teacher_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     *("use_dora", "load_in_4bit"),
 }
+# The state of the optimizer in a checkpoint holds these settings, and so does the state of a schedule that adapts.
+_IN_STATE = {"optim_args", "optim_target_modules"}
+_IN_ADAPTIVE_STATE = {"learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"}
+_ADAPTIVE = {"reduce_lr_on_plateau", "greedy"}
 # Blocks of a DeepSpeed config that change no update. The layout has the ZeRO stage, the global batch has the sizes.
 _DEEPSPEED_HARMLESS = {
     *("zero_optimization", "checkpoint", "train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -81,9 +84,12 @@ _CONFIG_HARMLESS = {
 _REFERENCE_COLUMNS = {"ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"}
 
 
-def describe_settings(args: LMTrainingArguments, dataset: Any) -> dict[str, Any]:
-    """Return all arguments of a run that change its updates, by name."""
-    values = args.values_by_name
+def describe_settings(args: LMTrainingArguments, others: Iterable[Any] = ()) -> dict[str, Any]:
+    """
+    Return all arguments of a run that change its updates, by name. `others` are the dataclasses beside its training
+    arguments.
+    """
+    values = values_by_name(args, others)
     schedule = values["lr_scheduler_type"]
     harmless = _NOT_COMPARED + (() if schedule == "reduce_lr_on_plateau" else _EVALUATION)
     # These schedules do not depend on the number of steps, unless the warmup is a share of it.
@@ -94,11 +100,9 @@ def describe_settings(args: LMTrainingArguments, dataset: Any) -> dict[str, Any]
     del values["accelerator_config"]["non_blocking"]
     values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
     compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
-    # Only in these cases does the order of the rows, or the loss, depend on the batch size or the workers.
+    # Only in these cases does the order of the rows, or the loss, depend on the batch size.
     if args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch:
         compared.add("per_device_train_batch_size")
-    elif isinstance(dataset, datasets.IterableDataset) and args.dataloader_num_workers > 1:
-        compared |= {"per_device_train_batch_size", "dataloader_num_workers"}
     return _plain({name: values[name] for name in sorted(compared)})
 
 
@@ -151,21 +155,21 @@ def digest_fixed_weights(model: PreTrainedModel, args: LMTrainingArguments) -> d
     return {"reference model": digest_weights(model.parameters())} if args.has_reference else {}
 
 
-def describe_run(trainer: Any, fixed_weights: dict[str, str]) -> dict[str, Any]:
+def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
     """
     Return all values that must be equal for an exact resume, for the manifests of a run. All ranks must call this
     function before the training, because Trainer changes the config of the model.
 
     Args:
         trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run.
-        fixed_weights (`dict[str, str]`): results of [`digest_weights`], by the role of the weights.
 
     Raises:
-        `ValueError`: if the ranks read different data.
+        `UserError`: if the ranks read different data.
     """
-    args, model, tokenizer = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+    run, args = trainer.run, trainer.args
+    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
     # Every rank sees all descriptions, so either all ranks raise or none does.
-    data = trainer.ranks.gather(describe_data(trainer.train_dataset))
+    data = run.ranks.gather(describe_data(trainer.train_dataset))
     if any(description != data[0] for description in data):
         raise UserError(
             f"The ranks read different data: {data}. A file changed while they read it, or differs between the "
@@ -174,7 +178,7 @@ def describe_run(trainer: Any, fixed_weights: dict[str, str]) -> dict[str, Any]:
     adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
     contents = {"data": data[0], "config": describe_config(model.config), "adapter": adapter}
     # Under ZeRO-3, each rank has digested its own shards.
-    contents |= {role: {"digest": digest} for role, digest in trainer.ranks.gather(fixed_weights)[0].items()}
+    contents |= {role: {"digest": digest} for role, digest in run.ranks.gather(run.fixed_weights)[0].items()}
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         # GRPO renders its prompts during the training.
         words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
@@ -185,7 +189,7 @@ def describe_run(trainer: Any, fixed_weights: dict[str, str]) -> dict[str, Any]:
         "layout": trainer.layout,
         "optimizer": optimizer_name(args),
         "save_only_model": args.save_only_model,
-        "settings": describe_settings(args, trainer.train_dataset),
+        "settings": describe_settings(args, run.others),
         "contents": contents,
     }
 
@@ -200,7 +204,7 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
         args ([`LMTrainingArguments`]): the training arguments.
 
     Raises:
-        `ValueError`: if this run cannot resume from the checkpoint, or not exactly without `--allow_inexact_resume`.
+        `UserError`: if this run cannot resume from the checkpoint, or not exactly without `--allow_inexact_resume`.
     """
     if not Path(checkpoint, MANIFEST_NAME).exists():
         return
@@ -256,6 +260,9 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
         # Rows would be skipped or seen twice.
         inexact.append(f"its global batch was {then['global_batch']} rows and is now {now['global_batch']}")
     changed = _changes(then["settings"], now["settings"], prefix="--")
+    schedules = {run["settings"]["lr_scheduler_type"] for run in (then, now)}
+    fixed = _IN_STATE | (_IN_ADAPTIVE_STATE if schedules & _ADAPTIVE else set())
+    fatal += [changed.pop(name) for name in sorted(fixed & changed.keys())]
     flags = [text for name, text in changed.items() if name in _CONTENT_FLAGS]
     for name in sorted(then["contents"].keys() & now["contents"].keys()):
         before, after = then["contents"][name], now["contents"][name]

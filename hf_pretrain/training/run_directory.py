@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -44,6 +43,7 @@ COMMAND_VARIABLE = "HF_PRETRAIN_COMMAND"
 _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
 # Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
 _NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME}
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf")
 # A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0
 # NFS remembers for up to 60 seconds (`acdirmax`) that a file was not there.
@@ -59,7 +59,11 @@ class RunDirectory:
     """
 
     def __init__(self, args: LMTrainingArguments):
-        self.args, self.path = args, Path(args.output_dir)
+        self.args = args
+
+    @property
+    def path(self) -> Path:
+        return Path(self.args.output_dir)
 
     def lock(self, *, is_resumed: bool = False) -> None:
         """
@@ -117,14 +121,12 @@ class RunDirectory:
 
     def record_start(self, *, checkpoint: str | None) -> None:
         """
-        Name the run for its trackers, and add the entry of a launch. As all methods that record, only the main
-        process calls it.
+        Add the entry of a launch. As all methods that record, only the main process calls it.
 
         Args:
             checkpoint (`str`, *optional*): the checkpoint that the run resumes from.
         """
-        args, launches = self.args, read_launches(self.path)
-        _name_tracked_run(args, launches if checkpoint else [])
+        args = self.args
         entry = {
             "started": now(),
             "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
@@ -133,12 +135,11 @@ class RunDirectory:
             "rows_per_step": args.rows_per_step,
             "directory": os.getcwd(),
             "resumed_from": checkpoint,
-            "arguments": args.values_by_name,
             "versions": {"python": platform.python_version()}
             | {name: version(name) for name in _PACKAGES if find_spec(name)},
             "commit": _commit(),
         }
-        self._write([*launches, entry])
+        self._write([*read_launches(self.path), entry])
 
     def record(self, **fields: Any) -> None:
         """Add fields to the entry of the current launch. A trainer without a recipe has none."""
@@ -175,7 +176,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
 
     Raises:
         `ValueError`: if the named checkpoint does not exist, is damaged, or has pickled shards and lies elsewhere; or
-            if a new run would start in an `output_dir` that holds files.
+            if a new run would start in an `output_dir` that holds files, or with `auto` in one that holds a model.
     """
     return on_main_process(args, lambda: _choose(args))
 
@@ -194,6 +195,11 @@ def _choose(args: LMTrainingArguments) -> str | None:
             logger.warning(f"Resuming from {newest}.")
             return newest
     if is_automatic:
+        if model := next((path for path in Path(args.output_dir).glob("*") if path.suffix in _WEIGHTS), None):
+            raise UserError(
+                f"--resume_from_checkpoint auto finds no checkpoint in --output_dir {args.output_dir}, but a model "
+                f"({model.name}), which the run would overwrite. Choose another directory, or move the model."
+            )
         logger.warning(f"No checkpoint in {args.output_dir}: starting from the first step.")
         return None
     path = Path(str(named))
@@ -215,19 +221,6 @@ def _choose(args: LMTrainingArguments) -> str | None:
 def _num_restarts() -> int:
     """Return how often torchrun or SLURM has started the run again."""
     return max(int(os.environ.get(f"{name}_RESTART_COUNT") or 0) for name in ("TORCHELASTIC", "SLURM"))
-
-
-def _name_tracked_run(args: LMTrainingArguments, earlier: list[dict[str, Any]]) -> None:
-    """
-    Set `run_name` if it is not given. A resumed launch takes the name of the launch before it, by which Trackio and
-    Weights & Biases continue the same run.
-    """
-    if args.run_name is None:
-        new_name = f"{Path(args.output_dir).absolute().name}-{uuid.uuid4().hex[:6]}"
-        args.run_name = earlier[-1]["arguments"]["run_name"] if earlier else new_name
-    # Weights & Biases continues runs by their ids. The user's own variables stay.
-    os.environ.setdefault("WANDB_RUN_ID", args.run_name)
-    os.environ.setdefault("WANDB_RESUME", "allow")
 
 
 def now() -> str:

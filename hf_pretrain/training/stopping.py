@@ -8,17 +8,19 @@ import os
 import sys
 from collections.abc import Callable
 from signal import Signals
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
 from accelerate.utils import wait_for_everyone
-from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..runtime.ranks import Ranks, leave_process_group
 from ..runtime.signals import SignalListener
 from .budgets import TimeBudget
 from .end_report import write_run_page
+
+
+if TYPE_CHECKING:
+    from .base_trainer import RunTrainer
 
 
 # EX_DATAERR of sysexits.h.
@@ -70,7 +72,7 @@ class EarlyStopping(EarlyStoppingCallback):
             super().on_evaluate(args, state, control, metrics, **kwargs)
 
 
-def restore_endings(trainer: Any) -> None:
+def restore_endings(trainer: "RunTrainer") -> None:
     """
     Give the callbacks that end a run the attributes that its checkpoint holds. If one has ended it, train no more.
 
@@ -85,7 +87,7 @@ def restore_endings(trainer: Any) -> None:
             trainer.control.should_training_stop |= callback.is_over
 
 
-def end_stopped_run(trainer: Any, number: int) -> NoReturn:
+def end_stopped_run(trainer: "RunTrainer", number: int) -> NoReturn:
     """End all ranks after a signal, whose checkpoint is saved."""
     # Callbacks close their files and trackers here.
     trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
@@ -98,50 +100,7 @@ def end_stopped_run(trainer: Any, number: int) -> NoReturn:
     _end_run(trainer, 128 + number, Signals(number).name, f"Stopped by {Signals(number).name} {message}")
 
 
-class GradientCheck:
-    """
-    End the run if the norm of a step's gradients is not finite. On a GPU, the host does not wait for the norm: it
-    reads it one step later, and before anything leaves the device: a log, an evaluation, a checkpoint or the model.
-
-    Args:
-        trainer ([`~training.base_trainer.RunTrainer`]): the trainer that calls this check.
-        is_late (`bool`): whether to read a step later.
-    """
-
-    def __init__(self, trainer: Any, *, is_late: bool):
-        self.trainer, self.is_late = trainer, is_late
-        # The step, the norm on the host, and the event after which it is there.
-        self._pending: tuple[int, torch.Tensor, Any] | None = None
-
-    def take(self, norm: Any) -> None:
-        """Take the norm of a step, a scalar, or `None` if there is none. All ranks call this method."""
-        self.read()
-        trainer, step = self.trainer, self.trainer.state.global_step + 1
-        if trainer.accelerator.scaler is not None:
-            # The loss scaler of float16 produces infinite gradients by design and skips such steps itself.
-            if trainer.ranks.largest(int(not trainer.is_loss_finite())):
-                end_nonfinite_run(trainer, "The loss is not finite", step)
-        elif norm is not None:
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-            host, copied = norm.detach().to("cpu", non_blocking=self.is_late), None
-            if norm.is_cuda:
-                copied = torch.cuda.Event()
-                copied.record()
-            self._pending = step, host, copied
-            if not self.is_late:
-                self.read()
-
-    def read(self) -> None:
-        """Check the norm of the last step, if it has not been read yet."""
-        if self._pending is not None:
-            (step, host, copied), self._pending = self._pending, None
-            if copied is not None:
-                copied.synchronize()
-            if not host.isfinite():
-                end_nonfinite_run(self.trainer, f"The gradient's norm is {float(host)}", step)
-
-
-def end_nonfinite_run(trainer: Any, what: str, step: int) -> NoReturn:
+def end_nonfinite_run(trainer: "RunTrainer", what: str, step: int) -> NoReturn:
     """
     End the run before anything of a step leaves the device. All ranks call this function.
 
@@ -157,23 +116,23 @@ def end_nonfinite_run(trainer: Any, what: str, step: int) -> NoReturn:
     _end_run(trainer, EXIT_NOT_FINITE, message, message)
 
 
-def record_stop(trainer: Any, why: str) -> None:
+def record_stop(trainer: "RunTrainer", why: str) -> None:
     """Record the reason, and write the page, which shows how to resume."""
     if trainer.is_world_process_zero():
         write_run_page(trainer.args, trainer.state, stopped=why)
 
 
-def _end_run(trainer: Any, status: int, why: str, message: str) -> NoReturn:
+def _end_run(trainer: "RunTrainer", status: int, why: str, message: str) -> NoReturn:
     """Record and print the reason, wait for the pushes, and end all ranks together."""
     record_stop(trainer, why)
     if trainer.is_world_process_zero():
         print(message, file=sys.stderr, flush=True)
     trainer.pusher.finish()
     # From here on, further signals change nothing.
-    trainer.signals.is_ending = True
+    trainer.run.signals.is_ending = True
     # Launchers kill the remaining ranks as soon as one exits.
     wait_for_everyone()
-    if trainer.signals.is_impatient:
+    if trainer.run.signals.is_impatient:
         # NOTE: an ordinary exit waits for the threads of huggingface_hub that are still uploading.
         sys.stdout.flush()
         sys.stderr.flush()

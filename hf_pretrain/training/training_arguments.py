@@ -1,27 +1,29 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.hf_argparser import HfArg
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
-from transformers.utils import strtobool
+from transformers.utils import is_liger_kernel_available, strtobool
 
+from ..reports.metrics import LOWER_IS_BETTER, METRICS
+from ..runtime.bounds import check_bounds
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
 from ..runtime.errors import UserError
-from ..runtime.metrics import LOWER_IS_BETTER
-from ..runtime.names import check_choices
+from ..runtime.names import check_choices, hint
 from ..runtime.ranks import first_process_first
+from ..runtime.signals import launcher
 from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
 from .float8 import check_float8
@@ -29,26 +31,11 @@ from .launch import (
     check_device,
     check_launch,
     complete_fsdp_args,
-    launcher,
+    launchers_precision,
     start_cpu_ranks,
     start_deepspeed_cpu_ranks,
-    take_launchers_precision,
 )
-
-
-# Default peak learning rates of pretraining for each `--optim_preset`, at width 192. They were the best ones of the
-# preset `tiny` (docs/performance.md).
-DEFAULT_LEARNING_RATES = {"adamw": 2e-3, "muon": 8e-3}
-
-# The least value of numbers that nobody else checks before the data are prepared. A negative weight decay would let
-# the weights grow without any error.
-_LEAST = {
-    **dict.fromkeys(("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"), 1),
-    "early_stopping_patience": 1,
-    "profile_interval": 2,
-    **dict.fromkeys(("tokens_per_parameter", "max_minutes"), 1e-3),
-    **dict.fromkeys(("learning_rate", "weight_decay", "num_train_epochs", "seed"), 0),
-}
+from .optimizers import OPTIMIZERS
 
 
 @dataclass
@@ -60,135 +47,108 @@ class LMTrainingArguments(TrainingArguments):
     starts the process group; [`~training.launch`] starts it for CPU ranks.
     """
 
-    config: str | None = field(default=None, metadata={"help": "YAML file with values of these flags."})
-    output_dir: str | None = field(default="out/pretrain", metadata={"help": "Directory of the run."})
-    fsdp_size: int = field(default=1, metadata={"help": "Shard the model over this many processes (FSDP2)."})
-    tp_size: int = field(default=1, metadata={"help": "Split matrices over this many GPUs (tensor parallelism)."})
-    ep_size: int = field(default=1, metadata={"help": "Split the experts over this many processes."})
-    dp_replicate_size: int = field(
-        default=1, metadata={"help": "Copies of the sharded model, usually one per machine."}
-    )
-    dataloader_num_workers: int | None = field(
+    config: str | None = HfArg(default=None, help="YAML file with values of these flags.")
+    output_dir: str | None = HfArg(default="out/pretrain", help="Directory of the run.")
+    fsdp_size: int = HfArg(default=1, help="Shard the model over this many processes (FSDP2).")
+    tp_size: int = HfArg(default=1, help="Split matrices over this many GPUs (tensor parallelism).")
+    ep_size: int = HfArg(default=1, help="Split the experts over this many processes.")
+    dp_replicate_size: int = HfArg(default=1, help="Copies of the sharded model, usually one per machine.")
+    dataloader_num_workers: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Processes that read the batches of a rank; by default 2 on NVIDIA GPUs, and 0 for streams."
-        },
+        help="Processes that read the batches of a rank; by default 2 on NVIDIA GPUs. Streams: 0, at most 1.",
     )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={"help": "Checkpoint to resume from; auto takes the newest intact one, or starts a new run."},
+    resume_from_checkpoint: str | None = HfArg(
+        default=None, help="Checkpoint to resume from; auto takes the newest intact one, or starts a new run."
     )
-    allow_inexact_resume: bool = field(default=False, metadata={"help": "Resume although settings or data differ."})
+    allow_inexact_resume: bool = HfArg(default=False, help="Resume although settings or data differ.")
     # The stages after pretraining use adamw.
     default_optim_preset: ClassVar[str] = "muon"
-    optim_preset: str | None = field(
+    optim_preset: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Optimizer: muon (default in pretraining) or adamw. adamw stands for any optimizer of --optim.",
-            "choices": tuple(DEFAULT_LEARNING_RATES),
-        },
+        help="Optimizer: muon (default in pretraining) or adamw. adamw stands for any optimizer of --optim.",
+        metadata={"choices": tuple(OPTIMIZERS)},
     )
-    optim: str = field(
+    optim: str = HfArg(
         default=cast(str, None),
-        metadata={"help": f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}."},
+        help=f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}.",
     )
-    fit_micro_batch: bool = field(
+    fit_micro_batch: bool = HfArg(
         default=False,
-        metadata={
-            "help": "On CUDA, choose the largest micro-batch that fits, at the same rows per step. On in the presets' "
-            "pretraining, unless you pass a batch size or an accumulation."
-        },
+        help="On CUDA, choose the largest micro-batch that fits, at the same rows per step. On in the presets' "
+        "pretraining, unless you pass a batch size or an accumulation.",
     )
-    dry_run: bool = field(default=False, metadata={"help": "Train four steps, print the plan of the run, and stop."})
-    report_to: None | str | list[str] = field(
-        default=None, metadata={"help": "Trackers of the run, or none. By default trackio, if it is installed."}
+    dry_run: bool = HfArg(default=False, help="Train four steps, print the plan of the run, and stop.")
+    report_to: None | str | list[str] = HfArg(
+        default=None, help="Trackers of the run, or none. By default trackio, if it is installed."
     )
-    profile: bool = field(default=False, metadata={"help": "Write traces of torch's profiler."})
-    profile_interval: int = field(default=100, metadata={"help": "Steps per trace of --profile."})
-    hub_license: str | None = field(default=None, metadata={"help": "Licence of the pushed model."})
-    hub_language: list[str] | None = field(default=None, metadata={"help": "ISO codes of the data's languages."})
+    profile: bool = HfArg(default=False, help="Write traces of torch's profiler.")
+    profile_interval: int = HfArg(default=100, help="Steps per trace of --profile.")
+    hub_license: str | None = HfArg(default=None, help="Licence of the pushed model.")
+    hub_language: list[str] | None = HfArg(default=None, help="ISO codes of the data's languages.")
     # `None` means auto. The type is a plain bool, so that HfArgumentParser accepts a bare `--bf16`.
-    bf16: bool = field(
+    bf16: bool = HfArg(
         default=cast(bool, None),
-        metadata={
-            "help": "bfloat16 autocast. On by default where the hardware has it; older NVIDIA GPUs take --fp16."
-        },
+        help="bfloat16 autocast. On by default where the hardware has it; older NVIDIA GPUs take --fp16.",
     )
-    fp8: bool = field(
-        default=False,
-        metadata={"help": "float8 in the linear layers, beside bf16. It needs compute capability 8.9 and torchao."},
+    fp8: bool = HfArg(
+        default=False, help="float8 in the linear layers, beside bf16. It needs compute capability 8.9 and torchao."
     )
-    fp8_emulate: bool = field(
-        default=False, metadata={"help": "Round as --fp8 does, on any device, without its speed."}
-    )
+    fp8_emulate: bool = HfArg(default=False, help="Round as --fp8 does, on any device, without its speed.")
     # Whether the stage can train in float8.
     takes_fp8: ClassVar[bool] = True
-    torch_compile: bool = field(
-        default=cast(bool, None), metadata={"help": "Compile each layer. On by default with CUDA, not with DeepSpeed."}
+    torch_compile: bool = HfArg(
+        default=cast(bool, None), help="Compile each layer. On by default with CUDA, not with DeepSpeed."
     )
     # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
-    learning_rate: float = field(
-        default=cast(float, None), metadata={"help": "Peak learning rate. By default as optimizer and width need it."}
+    learning_rate: float = HfArg(
+        default=cast(float, None), help="Peak learning rate. By default as optimizer and width need it."
     )
-    max_grad_norm: float = field(
-        default=cast(float, None), metadata={"help": "Largest norm of the gradients, 0 for any. By default 1, Muon 0."}
+    max_grad_norm: float = HfArg(
+        default=cast(float, None), help="Largest norm of the gradients, 0 for any. By default 1, Muon 0."
     )
-    lr_scheduler_type: str = field(
+    lr_scheduler_type: str = HfArg(
         default="cosine_with_min_lr",
-        metadata={
-            "help": "cosine_with_min_lr (down to 10 %%), warmup_stable_decay (over the last 20 %%), or another "
-            "schedule of transformers.",
-            "choices": [kind.value for kind in SchedulerType],
-        },
+        help="cosine_with_min_lr (down to 10 %%), warmup_stable_decay (over the last 20 %%), or another "
+        "schedule of transformers.",
+        metadata={"choices": [kind.value for kind in SchedulerType]},
     )
-    warmup_steps: float = field(default=0.02, metadata={"help": "Warmup in steps, or as a share of all if below 1."})
-    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay of matrices. Vectors have none."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's decay rate of the second moment."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training data."})
-    max_tokens: str | None = field(default=None, metadata={"help": "Train on this many tokens: 2B, 500M or 1e9."})
-    tokens_per_parameter: float | None = field(default=None, metadata={"help": "Train on so many per parameter."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Train for this time, evaluations included."})
-    early_stopping_patience: int | None = field(
-        default=None,
-        metadata={"help": "Stop after this many evaluations without a better one, and keep the best model."},
+    warmup_steps: float = HfArg(default=0.02, help="Warmup in steps, or as a share of all if below 1.")
+    weight_decay: float = HfArg(default=0.1, help="Weight decay of matrices. Vectors have none.")
+    adam_beta2: float = HfArg(default=0.95, help="AdamW's decay rate of the second moment.")
+    num_train_epochs: float = HfArg(default=1.0, help="Passes over the training data.")
+    max_tokens: str | None = HfArg(default=None, help="Train on this many tokens: 2B, 500M or 1e9.")
+    tokens_per_parameter: float | None = HfArg(default=None, help="Train on so many per parameter.")
+    max_minutes: float | None = HfArg(default=None, help="Train for this time, evaluations included.")
+    early_stopping_patience: int | None = HfArg(
+        default=None, help="Stop after this many evaluations without a better one, and keep the best model."
     )
-    eval_strategy: str = field(
+    eval_strategy: str = HfArg(
         default="steps",
-        metadata={
-            "help": "When to evaluate: no, steps or epoch.",
-            "choices": [kind.value for kind in IntervalStrategy],
-        },
+        help="When to evaluate: no, steps or epoch.",
+        metadata={"choices": [kind.value for kind in IntervalStrategy]},
     )
-    eval_steps: float | None = field(
+    eval_steps: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Steps between evaluations, or a share of all steps if below 1. By default a tenth of all steps, "
-            f"and at least {MIN_EVAL_STEPS}."
-        },
+        help="Steps between evaluations, or a share of all steps if below 1. By default a tenth of all steps, "
+        f"and at least {MIN_EVAL_STEPS}.",
     )
-    save_steps: float = field(
-        default=0.1, metadata={"help": "Steps between checkpoints, or a share of all steps if below 1."}
-    )
-    save_dtype: str | None = field(
+    save_steps: float = HfArg(default=0.1, help="Steps between checkpoints, or a share of all steps if below 1.")
+    save_dtype: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Data type of the final model's files, by default float32. Checkpoints keep float32.",
-            "choices": ("float16", "bfloat16", "float32"),
-        },
+        help="Data type of the final model's files, by default float32. Checkpoints keep float32.",
+        metadata={"choices": ("float16", "bfloat16", "float32")},
     )
     # With two checkpoints, a run can resume although the newest one is damaged.
-    save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints to keep."})
-    logging_steps: float = field(
-        default=10, metadata={"help": "Steps between log entries, or a share of all steps if below 1."}
-    )
+    save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep.")
+    logging_steps: float = HfArg(default=10, help="Steps between log entries, or a share of all steps if below 1.")
     # transformers' default, True, replaces a NaN by the mean of earlier losses, so that a broken run looks healthy.
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave non-finite losses out of the log."})
-    include_num_input_tokens_seen: str = field(
-        default="non_padding", metadata={"help": "Which tokens to count: no, all or non_padding."}
+    logging_nan_inf_filter: bool = HfArg(default=False, help="Leave non-finite losses out of the log.")
+    include_num_input_tokens_seen: str = HfArg(
+        default="non_padding", help="Which tokens to count: no, all or non_padding."
     )
     # Every step uses every parameter, so DDP's search through the graph would find nothing and cost time.
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Let DDP search for parameters without a gradient. MiniMind has none."}
+    ddp_find_unused_parameters: bool | None = HfArg(
+        default=False, help="Let DDP search for parameters without a gradient. MiniMind has none."
     )
 
     def __post_init__(self):
@@ -199,15 +159,16 @@ class LMTrainingArguments(TrainingArguments):
                 "HF_TOKEN instead."
             )
         self.launcher = launcher()
-        # The `output_dir` that `--dry_run` replaces (`dry_run.py`).
-        self.planned_dir: str | None = None
-        # The other arguments of the run (`begin_run`). A resume compares them.
-        self.other_arguments: tuple[Any, ...] = ()
         self._choose_reports()
         self._choose_evaluations()
         self._choose_device()
         check_choices(self)
-        self._check_amounts()
+        check_bounds(vars(self))
+        if self.max_steps == 0:
+            raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
+        check_budget(self)
+        if self.use_liger_kernel and not is_liger_kernel_available():
+            raise UserError("--use_liger_kernel needs a package: pip install liger-kernel")
         # Check before the calls of `start_cpu_ranks` and `super`, in which the ranks wait for each other.
         check_launch(self)
         self._choose_optimizer()
@@ -227,6 +188,9 @@ class LMTrainingArguments(TrainingArguments):
             self.disable_tqdm = not shows_bars()
         if self.report_to is None:
             self.report_to = "trackio" if "trackio" in get_available_reporting_integrations() else "none"
+        for tracker in [self.report_to] if isinstance(self.report_to, str) else self.report_to:
+            if tracker not in (known := [*get_available_reporting_integrations(), "flyte", "all", "none"]):
+                raise UserError(f"--report_to {tracker} is unknown or not installed. Here: {', '.join(known)}.")
         if self.trackio_static_space_id is None and self.trackio_space_id is None:
             # NOTE: with --push_to_hub, transformers would otherwise publish the tracked figures as a Space.
             self.trackio_static_space_id = False
@@ -241,6 +205,11 @@ class LMTrainingArguments(TrainingArguments):
         self.spaces_evaluations = self.eval_steps is None and not self.load_best_model_at_end
         if self.eval_steps is None:
             self.eval_steps = 0.1
+        # Tasks and further validation sets have names of their own, so refuse only what looks like a typing error.
+        best = (self.metric_for_best_model or "loss").removeprefix("eval_")
+        known = [metric.name for metric in METRICS]
+        if best not in known and (nearest := hint(best, known)):
+            raise UserError(f"--metric_for_best_model {self.metric_for_best_model} is unknown{nearest}.")
         # NOTE: transformers treats larger values as better, unless the metric's name ends in "loss".
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(LOWER_IS_BETTER):
             self.greater_is_better = False
@@ -253,7 +222,7 @@ class LMTrainingArguments(TrainingArguments):
         if device_type == "cpu" and not use_cpu:
             refuse_unused_gpu("--use_cpu")
         self.use_cpu = device_type == "cpu"
-        take_launchers_precision(self)
+        self.bf16, self.fp16, self.fp8 = launchers_precision(self)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_bfloat16_units(device_type)
             # NVIDIA GPUs before capability 8.0, such as the T4, only have float16 units.
@@ -314,11 +283,6 @@ class LMTrainingArguments(TrainingArguments):
         return is_zero3 or self.distributed_config is not None or complete_fsdp_args(self.fsdp_plugin_args) is not None
 
     @property
-    def values_by_name(self) -> dict[str, Any]:
-        """The values of all arguments of the run, `other_arguments` included."""
-        return {name: value for part in self.other_arguments for name, value in vars(part).items()} | self.to_dict()
-
-    @property
     def launch_description(self) -> str:
         """Number of processes, device and precision, for the first line of a run's log."""
         kind = self.device.type
@@ -336,25 +300,16 @@ class LMTrainingArguments(TrainingArguments):
     def _choose_optimizer(self):
         """Set the optimizer and its clipping where the user left them out. The trainer sets the learning rate."""
         default = TrainingArguments.default_optim
-        if self.optim_preset == "muon" and self.optim not in (None, default):
-            raise UserError(f"--optim {self.optim} and --optim_preset muon exclude each other: leave one of them out.")
         if self.optim_preset is None:
             self.optim_preset = "adamw" if self.optim else self.default_optim_preset
+        preset = OPTIMIZERS[self.optim_preset]
+        if preset.build is not None and self.optim not in (None, default):
+            raise UserError(
+                f"--optim {self.optim} and --optim_preset {self.optim_preset} exclude each other: leave one out."
+            )
         self.optim = self.optim or default
         if self.max_grad_norm is None:
-            # Muon's updates have the same size however large the gradients are, so it needs no clipping.
-            self.max_grad_norm = 0.0 if self.optim_preset == "muon" else TrainingArguments.max_grad_norm
-
-    def _check_amounts(self):
-        """Raise `ValueError` for numbers with which the run would diverge, or fail after the preparation."""
-        for name, least in _LEAST.items():
-            value = vars(self)[name]
-            # NaN fails this test, too.
-            if value is not None and not least <= value < math.inf:
-                raise UserError(f"--{name} {value} must be at least {least} and finite.")
-        if self.max_steps == 0:
-            raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
-        check_budget(self)
+            self.max_grad_norm = preset.max_grad_norm
 
 
 def default_learning_rate(optim_preset: str, hidden_size: int) -> float:
@@ -364,18 +319,18 @@ def default_learning_rate(optim_preset: str, hidden_size: int) -> float:
     Both rates fall with the width. At width 512, a rate of Muon that fell with its square root only was too high for
     runs of more than a few steps (docs/performance.md). At width 768, AdamW's rate is MiniMind's 5e-4.
     """
-    return DEFAULT_LEARNING_RATES[optim_preset] * 192 / hidden_size
+    return OPTIMIZERS[optim_preset].learning_rate * 192 / hidden_size
 
 
-def complete_learning_rate(args: LMTrainingArguments, hidden_size: int) -> None:
-    """Set the learning rate of pretraining if the user left it out, for a model of the given width."""
-    if args.learning_rate is None:
-        args.learning_rate = default_learning_rate(args.optim_preset, hidden_size)
+def values_by_name(args: LMTrainingArguments, others: Iterable[Any]) -> dict[str, Any]:
+    """Return the values of all arguments of a run. `others` are the dataclasses beside its training arguments."""
+    return {name: value for part in others for name, value in vars(part).items()} | args.to_dict()
 
 
 def optimizer_name(args: LMTrainingArguments) -> str:
-    """Return the name of the optimizer: `muon` with `--optim_preset muon`, otherwise the value of `--optim`."""
-    return "muon" if args.optim_preset == "muon" else OptimizerNames(args.optim).value
+    """Return the name of the optimizer: the `--optim_preset` if it is one itself, otherwise the value of `--optim`."""
+    has_own = OPTIMIZERS[args.optim_preset].build is not None
+    return args.optim_preset if has_own else OptimizerNames(args.optim).value
 
 
 @dataclass
@@ -383,13 +338,13 @@ class SFTTrainingArguments(LMTrainingArguments):
     """Defaults for fine-tuning: AdamW, a lower learning rate, and an evaluation before the first step."""
 
     default_optim_preset = "adamw"
-    output_dir: str | None = field(default="out/sft", metadata={"help": "Directory of the run."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate."})
-    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
+    output_dir: str | None = HfArg(default="out/sft", help="Directory of the run.")
+    learning_rate: float = HfArg(default=1e-4, help="Peak learning rate.")
+    eval_on_start: bool = HfArg(default=True, help="Evaluate before the first step.")
 
 
 @dataclass
 class DistillationTrainingArguments(SFTTrainingArguments):
     """Defaults for distillation."""
 
-    output_dir: str | None = field(default="out/distill", metadata={"help": "Directory of the run."})
+    output_dir: str | None = HfArg(default="out/distill", help="Directory of the run.")

@@ -9,23 +9,25 @@ model. The directory is a `--model_name_or_path` for further training, and peft'
 `recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_peft_available, logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors, needing_extra
-from ..runtime.names import may_be_checkpoint
-from .importing import load_upstream
+from ..runtime.names import is_path, may_be_checkpoint
+from .weight_files import read_json
 
 
 logger = logging.get_logger(__name__)
@@ -42,30 +44,16 @@ class AdapterArguments:
     TRL's `ModelConfig` has fields with the same names.
     """
 
-    use_peft: bool = field(
-        default=False, metadata={"help": "Train a LoRA adapter. The weights of --model_name_or_path stay frozen."}
+    use_peft: bool = HfArg(default=False, help="Train a LoRA adapter, and freeze the model's weights.")
+    lora_r: int = HfArg(default=16, help="Rank of the adapter, also for each stacked expert.")
+    lora_alpha: int = HfArg(default=32, help="The adapter's output is multiplied by lora_alpha / lora_r.")
+    lora_dropout: float = HfArg(default=0.0, help="Dropout on the adapter's input; 0 with stacked experts.")
+    lora_target_modules: list[str] | None = HfArg(
+        default=None, help=f"One or more of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))}; by default all."
     )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter, also for each stacked expert."})
-    lora_alpha: int = field(
-        default=32, metadata={"help": "The output of the adapter is multiplied by lora_alpha / lora_r."}
-    )
-    lora_dropout: float = field(
-        default=0.0, metadata={"help": "Dropout on the adapter's input. Stacked experts need 0."}
-    )
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": f"One or more of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))}; by default all that the "
-            "model has. gate_up_proj and down_proj also name the stacked experts."
-        },
-    )
-    use_dora: bool = field(
-        default=False,
-        metadata={"help": "With --use_peft, train a DoRA adapter instead of LoRA. Stacked experts do not support it."},
-    )
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={"help": "Keep the frozen linear layers in 4 bits (QLoRA); needs CUDA and bitsandbytes."},
+    use_dora: bool = HfArg(default=False, help="With --use_peft, train DoRA instead of LoRA; not for stacked experts.")
+    load_in_4bit: bool = HfArg(
+        default=False, help="Keep frozen linear layers in 4 bits (QLoRA); needs CUDA and bitsandbytes."
     )
 
     def __post_init__(self):
@@ -102,7 +90,7 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
         [`~peft.PeftModelForCausalLM`] with the adapter in float32, or `model`.
 
     Raises:
-        `ValueError`: if peft is missing; for a model without a name, because a saved adapter could not find it again;
+        `UserError`: if peft is missing; for a model without a name, because a saved adapter could not find it again;
             for a model sharded by FSDP; for targets that the model lacks, or that peft cannot adapt; for
             `--load_in_4bit` without CUDA.
     """
@@ -116,15 +104,11 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
         from peft import LoraConfig, get_peft_model
 
     if not model.name_or_path:
-        raise UserError(
-            "--use_peft needs --model_name_or_path, because a saved adapter names its base model. Convert weights of "
-            "another program first, with `hf-pretrain convert`."
-        )
+        fix = "Convert weights of another program first, with `hf-pretrain convert`"
+        raise UserError(f"--use_peft needs --model_name_or_path, because a saved adapter names its base. {fix}.")
     # FSDP2 has sharded the model already, and peft would add unsharded matrices to shards.
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise UserError(
-            "--use_peft does not work with --fsdp_size; use DDP or ZeRO (--deepspeed ds_configs/zero2.json)."
-        )
+        raise UserError("--use_peft does not work with --fsdp_size; use DDP, or --deepspeed ds_configs/zero2.json.")
     # Check the targets before the quantization, which is slow.
     modules, parameters = _find_targets(model, args)
     if args.load_in_4bit:
@@ -163,18 +147,14 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
     asked = args.lora_target_modules or known
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise UserError(
-            f"--lora_target_modules {' '.join(unknown)}: this model lacks it. Use one or more of {', '.join(known)}."
-        )
+        raise UserError(f"--lora_target_modules {' '.join(unknown)}: this model lacks it. It has {', '.join(known)}.")
     # peft adapts plain parameters, such as stacked experts, through `target_parameters`.
     parameters = [f"experts.{name}" for name in stacked if name in asked]
     rest = [name for name in known if name not in EXPERT_PARAMETERS]
     # NOTE: peft adds to the expert parameters before the experts run. ZeRO-3 may not have gathered them by then.
     if parameters and (args.lora_dropout or args.use_dora or is_deepspeed_zero3_enabled()):
-        raise UserError(
-            "peft adapts stacked experts neither with --lora_dropout, nor with --use_dora, nor under ZeRO-3. Leave it "
-            f"out, or adapt the rest with --lora_target_modules {' '.join(rest)}."
-        )
+        limits = "peft adapts stacked experts neither with --lora_dropout, nor with --use_dora, nor under ZeRO-3"
+        raise UserError(f"{limits}. Leave it out, or adapt the rest with --lora_target_modules {' '.join(rest)}.")
     return [name for name in asked if name in linear], parameters
 
 
@@ -184,9 +164,7 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
     dtype.
     """
     if not torch.cuda.is_available() or is_deepspeed_zero3_enabled():
-        raise UserError(
-            "--load_in_4bit needs CUDA, and does not work under ZeRO-3. Without it, --use_peft trains LoRA."
-        )
+        raise UserError("--load_in_4bit needs CUDA, and no ZeRO-3. Without it, --use_peft trains LoRA.")
     from peft import prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
@@ -217,44 +195,34 @@ def adapter_base(path: str | Path | None) -> str | None:
     Return the name of the base model of the adapter at `path`, a directory or Hub id; `None` if there is no adapter.
 
     Raises:
-        `ValueError`: if the adapter does not name its base model.
+        `UserError`: if the adapter does not name its base model.
     """
     # `find_adapter_config_file` queries the Hub, so call it only for directories and names of the form owner/name.
     is_name = path and may_be_checkpoint(path) and (Path(path).is_dir() or "/" in str(path))
-    if not is_name or find_adapter_config_file(str(path)) is None:
+    config_file = find_adapter_config_file(str(path)) if is_name else None
+    if config_file is None:
         return None
     with needing_extra("peft", f"{path} is an adapter, which needs peft"):
-        from peft import PeftConfig
-
-    base = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+        import_module("peft")
+    base = read_json(Path(config_file)).get("base_model_name_or_path")
     if not base:
         raise UserError(f"{path}/adapter_config.json does not name its base: set base_model_name_or_path in it.")
+    if is_path(base) and not Path(base).exists():
+        fix = "Start the command where it was trained, or correct base_model_name_or_path in its adapter_config.json"
+        raise UserError(f"The adapter {path} names the base model {base}, which is not here. {fix}.")
     return base
 
 
 def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: bool = True) -> Any:
     """
     Load the adapter at `path`, a directory or Hub id, onto its base model. Return a [`~peft.PeftModelForCausalLM`].
+
+    Raises:
+        `UserError`: if its weights cannot be read.
     """
     from peft import PeftModel
 
-    return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
-
-
-def merge_adapter(
-    path: str | Path, base: str, *, config: Mapping[str, Any] | str | None = None
-) -> MiniMindForCausalLM:
-    """
-    Return the model `base` with the adapter at `path` merged into its weights, in eval mode.
-
-    Args:
-        path (`str` or `Path`): directory or Hub id of the adapter.
-        base (`str`): its base model, from [`adapter_base`].
-        config (`dict` or `str`, *optional*): as in [`~weights.importing.load_upstream`].
-
-    Raises:
-        `ValueError`: if the base model cannot be loaded.
-    """
-    adapted = load_adapter(load_upstream(base, config=config), path, is_trainable=False)
-    # With `safe_merge`, peft raises if the merged weights are not finite.
-    return adapted.merge_and_unload(safe_merge=True).eval()
+    try:
+        return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
+    except SafetensorError as error:
+        raise UserError(f"{path} has no readable weights: {error}") from error

@@ -1,8 +1,8 @@
 """
 Write checkpoints for other programs: MiniMind's own generations, stock transformers architectures (and so vLLM), GGUF.
 
-[`export`] writes one format, reads it back, and compares the logits with the model's. [`check_fits`] refuses a model
-that a format cannot hold before anything is written.
+[`export`] writes one format, reads it back, and compares the logits with the model's. It refuses a model that a format
+cannot hold before it writes anything.
 """
 
 import copy
@@ -18,40 +18,42 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, check_empty, written_whole
+from ..tokenizer.control_tokens import set_stop_tokens
+from ..tokenizer.gguf_tokenizer import find_text_split
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
 from .foreign_configs import write_stock_fields, write_upstream_fields
-from .gguf import check_tokenizer_for_gguf, read_gguf, write_gguf
-from .importing import load_upstream
-from .layouts import (
-    GENERATIONS,
-    LAYOUTS,
-    describe_layout,
-    is_rotated,
-    to_half_split,
-    unsupported_feature,
-    upstream_layout,
-)
+from .gguf import GGUF_TYPES, write_gguf
+from .importing import check_finite, load_upstream
+from .layouts import LAYOUTS, describe_layout, is_rotated, to_half_split, unsupported_feature, upstream_layout
 
 
 logger = logging.get_logger(__name__)
 
 EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
 
 
-def check_fits(config: MiniMindConfig, layout: str) -> None:
-    """Raise `ValueError` if `layout` cannot hold the model, naming the feature and the formats that can."""
-    part = unsupported_feature(config, layout)
-    if part is None:
-        return
-    layouts = {"upstream": upstream_layout(config)} | {name: name for name in EXPORT_FORMATS if name in LAYOUTS}
-    names = [name for name, other in layouts.items() if unsupported_feature(config, other) is None]
-    raise UserError(
-        f"{describe_layout(layout)} cannot hold {part}. Formats that can hold this model: "
-        f"{', '.join(['minimind', *names])}."
-    )
+def choose_layout(config: MiniMindConfig, format: str, *, dtype: str) -> str:
+    """
+    Return the layout of the weights in `format`: a key of `LAYOUTS`, `"minimind"` or `"gguf"`.
+
+    Raises:
+        `UserError`: for an unknown format, a dtype that it lacks, or a model that it cannot hold; the message then
+            names the feature and the formats that hold it.
+    """
+    layouts = {name: upstream_layout(config) if name == "upstream" else name for name in EXPORT_FORMATS}
+    if format not in layouts:
+        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(layouts)}.")
+    known = GGUF_TYPES if format == "gguf" else DTYPES
+    if dtype not in known:
+        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
+    lacking = {name: unsupported_feature(config, layout) for name, layout in layouts.items()}
+    if lacking[format] is not None:
+        names = ", ".join(name for name, feature in lacking.items() if feature is None)
+        layout = describe_layout(layouts[format])
+        raise UserError(f"{layout} cannot hold {lacking[format]}. Formats that can hold this model: {names}.")
+    return layouts[format]
 
 
 def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
@@ -76,17 +78,11 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     stock = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     # transformers stacks experts in memory as this package does, and splits them only when it saves them.
     state_dict = model.state_dict()
-    if LAYOUTS[layout].half_split:
-        state_dict |= {
-            name: to_half_split(tensor, model.config.head_dim)
-            for name, tensor in state_dict.items()
-            if is_rotated(name)
-        }
-    if layout == "ernie4_5_moe":
-        # Ernie adds these biases to the router's scores; MiniMind has none.
-        zeros = torch.zeros(1, model.config.num_experts, dtype=model.dtype)
-        for layer in range(model.config.num_hidden_layers):
-            state_dict[f"model.layers.{layer}.mlp.gate.moe_statics.e_score_correction_bias"] = zeros
+    for name in filter(is_rotated, state_dict) if LAYOUTS[layout].half_split else ():
+        state_dict[name] = to_half_split(state_dict[name], model.config.head_dim)
+    # Ernie adds these biases to the router's scores; MiniMind has none.
+    biases = (name for name in stock.state_dict() if name.endswith(".moe_statics.e_score_correction_bias"))
+    state_dict |= {name: torch.zeros(1, model.config.num_experts, dtype=model.dtype) for name in biases}
     # Load strictly: if a new version of transformers renames a tensor, it must not keep its random values.
     stock.load_state_dict(state_dict, strict=True)
     stock.generation_config = model.generation_config
@@ -121,7 +117,7 @@ def export(
         [`ExportReport`]: how far the written model is from `model`.
 
     Raises:
-        `ValueError`: if the format cannot hold the model (naming the feature and the formats that can); for an unknown
+        `UserError`: if the format cannot hold the model (naming the feature and the formats that can); for an unknown
             format or dtype, weights that overflow `dtype`, or a directory that is in use, not empty, or inside a
             checkpoint.
         `OSError`: if a disk refuses a write.
@@ -131,65 +127,48 @@ def export(
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
     check_empty(output_dir, "--to")
-    target = _check_target(model.config, format, dtype=dtype, tokenizer=tokenizer)
+    target = choose_layout(model.config, format, dtype=dtype)
+    if format == "gguf" and tokenizer is not None:
+        # Refuse a tokenizer before the weights are converted.
+        find_text_split(tokenizer)
 
     # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
     converted = _cast(model, torch.float32 if format == "gguf" else DTYPES[dtype])
     if tokenizer is None:
         logger.warning(
-            "The weights are exported without a tokenizer. Their ids are meaningless without the tokenizer that they "
-            "were trained on. The tokenizers of MiniMind's generations are not interchangeable: of 6,400 ids, 9 mean "
-            "the same in v1/v2 and in v3."
+            "The weights are exported without a tokenizer, and mean nothing without the one that they were trained "
+            "on. Those of MiniMind's generations differ: of 6,400 ids, 9 mean the same in v1/v2 and in v3."
         )
     else:
         # Other programs read the special tokens from the config, so copy them from the tokenizer.
         check_tokenizer(tokenizer, vocab_size=model.config.vocab_size, name=tokenizer.name_or_path)
         for config in (converted.config, converted.generation_config):
-            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-            config.pad_token_id = tokenizer.pad_token_id
+            config.bos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+        converted.config.eos_token_id = tokenizer.eos_token_id
+        set_stop_tokens(converted, tokenizer)
     with written_whole(output_dir, lock=LOCK_NAME) as aside:
         # Another process may have written here since the first check.
         check_empty(output_dir, "--to")
         if format == "gguf":
-            options = {"model_name": model_name, "tensor_type": GGUF_TYPES[dtype]}
-            written = read_gguf(write_gguf(converted, aside, tokenizer=tokenizer, **options), model.config)
+            path = write_gguf(converted, aside, name=model_name, tokenizer=tokenizer, dtype=dtype)
+            written = load_upstream(path, dtype=torch.float32)
         else:
             written = _write(converted, aside, target, file_name=upstream_file_name(model.config, stage))
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
-        report = compare(_cast(model, torch.float32), written.eval(), target, dtype)
+        names = {"path": output_dir, "format": target, "dtype": dtype}
+        report = compare(_cast(model, torch.float32), written.eval(), **names, is_exact=dtype == source_dtype)
         # Its weights are mapped from the files, and Windows renames no file that is mapped.
         del written
-        report.check(output_dir, is_exact=dtype == source_dtype)
         if tokenizer is not None and format != "gguf":
             save_tokenizer(tokenizer, aside)
     return report
-
-
-def _check_target(
-    config: MiniMindConfig,
-    format: str,
-    *,
-    dtype: str,
-    tokenizer: PreTrainedTokenizerFast | None,
-) -> str:
-    """Return the layout of the weights in `format`. Raise `ValueError` if it cannot hold the model in this dtype."""
-    if format not in EXPORT_FORMATS:
-        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
-    known = GGUF_TYPES if format == "gguf" else DTYPES
-    if dtype not in known:
-        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
-    target = upstream_layout(config) if format == "upstream" else format
-    check_fits(config, target)
-    if format == "gguf":
-        check_tokenizer_for_gguf(tokenizer)
-    return target
 
 
 def _write(model: MiniMindForCausalLM, directory: Path, layout: str, *, file_name: str) -> PreTrainedModel:
     """Write config and weights in a layout, or as `"minimind"`, and return the model that was read back."""
     if layout == "minimind":
         model.save_pretrained(directory)
-    elif layout in GENERATIONS:
+    elif layout == upstream_layout(model.config):
         # MiniMind's own scripts read only a pickled state dict, not safetensors.
         torch.save(to_state_dict(model, layout), directory / file_name)
         fields = json.dumps(write_upstream_fields(model.config, layout), indent=2)
@@ -230,11 +209,9 @@ def _add_older_names(config_file: Path) -> None:
 
 
 def _cast(model: MiniMindForCausalLM, dtype: torch.dtype) -> MiniMindForCausalLM:
-    """Return a copy of a model on the CPU, in `dtype` and eval mode; raise `ValueError` if a value overflows."""
+    """Return a copy of a model on the CPU, in `dtype` and eval mode; raise `UserError` if a value overflows."""
     model = copy.deepcopy(model).to("cpu", dtype).eval()
     # NOTE: after a training in half precision, accelerate leaves a `forward` with autocast on the instance.
     model.__dict__.pop("forward", None)
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise UserError(f"{name} holds values that overflow {dtype}; use bfloat16 or float32.")
+    check_finite(model, f"--dtype {str(dtype).removeprefix('torch.')}")
     return model

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from ..model.configuration_minimind import MiniMindConfig, check_fields
 from ..runtime.errors import UserError
 from .layouts import GENERATIONS, LAYOUTS
 
+
+logger = logging.get_logger(__name__)
 
 # Fields of MiniMind's own configs that our config expresses by other fields. Users may pass them all the same.
 UPSTREAM_FIELDS = frozenset(
@@ -40,8 +43,15 @@ def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
     defaults.
 
     Raises:
-        `ValueError`: if a field has a wrong value.
+        `UserError`: if a field has a wrong value.
     """
+    if raw.get("model_type") == "mistral":
+        # transformers' default is the window of Mistral 7B v0.1, and null means none.
+        window, positions = raw.get("sliding_window", 4096), raw.get("max_position_embeddings", 131072)
+        if window is not None and window < positions:
+            raise UserError(f"MiniMind has no such feature: sliding_window={window} in the config of a Mistral.")
+        # Without a window it is a Llama.
+        raw = {**raw, "model_type": "llama"}
     fields = {**raw, **given}
     check_fields(fields)
     if fields.get("model_type") in LAYOUTS:
@@ -68,7 +78,7 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     Translate the config fields of `layout` into ours, and add the constants of that program's code.
 
     Raises:
-        `ValueError`: if a field contradicts the weights or asks for something that MiniMind lacks; if a value is
+        `UserError`: if a field contradicts the weights or asks for something that MiniMind lacks; if a value is
             missing that the weights do not show, such as `num_experts_per_tok`.
     """
     # v1 has other names for the sizes, such as `dim`.
@@ -78,6 +88,12 @@ def read_fields(raw: dict[str, Any], layout: str, *, has_experts: bool) -> dict[
     for name, plain in _LACKING.items():
         if flat.get(name, plain) != plain:
             raise UserError(f"MiniMind has no such feature: {name}={flat[name]} in the config.")
+    # Our exports write it, too. Only training would differ.
+    if raw.get("attention_dropout"):
+        logger.warning(
+            f"attention_dropout={raw['attention_dropout']} of the config is left out, because dropout also acts on "
+            "embeddings and residuals here. To train with it, pass --config_overrides dropout=..."
+        )
 
     given = {name: raw[name] for name in (*_MODERN, "dropout") if name in raw}
     given["rms_norm_eps"] = raw.get("rms_norm_eps", 1e-6 if LAYOUTS[layout].has_qk_norm else 1e-5)
@@ -97,10 +113,8 @@ def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     over layers, and MiniMind sums. The translated coefficient compensates for both differences.
     """
     if "num_experts_per_tok" not in raw:
-        raise UserError(
-            "The weights do not show how many experts a token is routed to: give the config.json, or "
-            "num_experts_per_tok (MiniMind's defaults: 2 in v1 and v2, 1 in v3)."
-        )
+        defaults = "give num_experts_per_tok (by default 2 in MiniMind v1 and v2, 1 in v3)"
+        raise UserError(f"The weights do not show how many experts a token is routed to: {defaults}.")
     top_k = raw["num_experts_per_tok"]
     given = {name: raw[name] for name in ("num_experts", "num_experts_per_tok") if name in raw}
     if layout in ("v1", "v2"):
@@ -115,10 +129,7 @@ def _read_router_fields(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     if layout == "ernie4_5_moe":
         # Ernie divides by the sum of the top-k probabilities (at most 1), but never by less than this floor.
         if raw["moe_norm_min"] > 1e-6 and raw["moe_norm_min"] != 1.0:
-            raise UserError(
-                f"moe_norm_min={raw['moe_norm_min']}: MiniMind normalises the top-k probabilities always (at most "
-                "1e-6) or never (exactly 1)."
-            )
+            raise UserError(f"moe_norm_min={raw['moe_norm_min']}: MiniMind knows only up to 1e-6, or exactly 1.")
         norm_topk_prob = raw["moe_norm_min"] != 1.0
     # v3 sums over layers as we do; the others average.
     num_layers = 1 if layout == "v3" else raw["num_hidden_layers"]
@@ -139,17 +150,13 @@ def _read_rope(raw: dict[str, Any], layout: str) -> dict[str, Any]:
     if "rope_theta" in raw:
         rope["rope_theta"] = raw["rope_theta"]
     if layout == "v1" and "rope_theta" not in rope:
-        raise UserError(
-            "The base of v1's rotary table is unknown: give rope_theta (1e6 for MiniMind2 of 2025, 1e4 for "
-            "MiniMind-V1 of 2024, whose config.json lacks it)."
-        )
+        known = "1e6 for MiniMind2 of 2025, 1e4 for MiniMind-V1 of 2024, whose config.json lacks it"
+        raise UserError(f"The base of v1's rotary table is unknown: give rope_theta ({known}).")
     if layout not in GENERATIONS:
         return rope
     if raw.get("inference_rope_scaling"):
-        raise UserError(
-            "inference_rope_scaling=true extends the positions of a trained model. Convert it with `--config "
-            "inference_rope_scaling=false`, and pass --inference_rope_scaling to chat, serve or evaluate."
-        )
+        flag = "pass --inference_rope_scaling to chat, serve or evaluate"
+        raise UserError(f"Convert the trained model with --config inference_rope_scaling=false, and {flag}.")
     # 1e6 is the default of MiniMind's code from v2 on.
     return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e6)}
 
@@ -165,9 +172,8 @@ def write_stock_fields(config: MiniMindConfig, layout: str) -> dict[str, Any]:
         return fields
     fields["moe_intermediate_size"] = config.moe_intermediate_size
     # transformers averages the router loss over layers and does not divide by top-k; MiniMind sums and divides.
-    fields["router_aux_loss_coef"] = (
-        config.router_aux_loss_coef * config.num_hidden_layers / config.num_experts_per_tok
-    )
+    factor = config.num_hidden_layers / config.num_experts_per_tok
+    fields["router_aux_loss_coef"] = config.router_aux_loss_coef * factor
     if layout == "qwen3_moe":
         return fields | {name: ours[name] for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
     return fields | {

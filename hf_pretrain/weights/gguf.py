@@ -1,128 +1,106 @@
 """
-GGUF files for llama.cpp and Ollama, through the `gguf` package (`hf_pretrain[gguf]`).
+GGUF files: written for llama.cpp and Ollama, and read.
 
 The tables of that package give the names of tensors; keys and layouts follow llama.cpp's `convert_hf_to_gguf.py`. In
 the graphs `llama` and `ernie4_5-moe`, llama.cpp rotates neighbouring channels, as MiniMind v1 does. In `qwen3` and
 `qwen3moe`, it rotates the two halves of a head.
 """
 
-import copy
-import json
+import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..data.encoding import EMPTY_THOUGHT
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.errors import UserError, needing_extra
-from .layouts import is_rotated, stock_layout, to_half_split, to_interleaved
+from ..runtime.errors import UserError
+from ..runtime.gguf_file import GGUFFile, GGUFTensor, read_gguf_file
+from ..tokenizer.control_tokens import encode_prompt, find_turn_end
+from ..tokenizer.gguf_tokenizer import find_text_split
+from .layouts import is_rotated, stock_layout, to_half_split
 
 
 # transformers' names of the architectures, and llama.cpp's names for them.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "ernie4_5_moe": "ernie4_5-moe"}
+GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q4_0": "Q4_0"}
 FILE_NAME = "model.gguf"
+# The modules of a layer, by transformers' names.
+_PARTS = ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo"))
+_PARTS += ("self_attn.q_norm", "self_attn.k_norm", "mlp.gate")
+_PARTS += tuple(
+    f"mlp.{mlp}{name}_proj" for mlp in ("", "experts.", "shared_experts.") for name in ("gate", "up", "down")
+)
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA_3 |= {"original_max_position_embeddings": 8192}
 # Ollama does not read the Jinja template in the GGUF file. This one renders system, user and assistant messages in the
-# same way, and no tools.
-_MODELFILE = f'''\
-FROM ./{FILE_NAME}
-TEMPLATE """{{{{- range .Messages }}}}<|im_start|>{{{{ .Role }}}}
-{{{{ .Content }}}}<|im_end|>
-{{{{ end }}}}<|im_start|>assistant
-"""
-PARAMETER stop "<|im_end|>"
-PARAMETER temperature 0.8
-PARAMETER top_p 0.9
-'''
+# same way, and no tools. `%(thought)s` is the empty thought of minimind-3 in front of answers.
+_MODELFILE = Path(__file__).with_name("Modelfile.txt")
 
 
-def _gguf() -> Any:
-    """Import the `gguf` package, which is optional; raise `ValueError` if it is missing."""
-    with needing_extra("gguf", "GGUF needs the gguf package"):
-        import gguf
-    return gguf
+def _gguf_names(model: MiniMindForCausalLM) -> dict[str, list[str]]:
+    """Return the GGUF names of the parts of each tensor; only `gate_up_proj` has two parts. Leave out a tied head."""
+    import gguf
 
-
-def check_tokenizer_for_gguf(tokenizer: PreTrainedTokenizerFast | None) -> None:
-    """Raise `ValueError` for a tokenizer that a GGUF file cannot describe, or if the package is missing."""
-    _gguf()
-    if tokenizer is None:
-        return
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    splits = {name: value for name, value in (backend["pre_tokenizer"] or {}).items() if name != "trim_offsets"}
-    if (
-        backend["normalizer"] is not None
-        or splits != {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-        or backend["model"]["type"] != "BPE"
-    ):
-        raise UserError(
-            "No GGUF: llama.cpp splits text as GPT-2 does, this tokenizer does not. Use a byte-level BPE, as "
-            "`hf-pretrain tokenizer` trains it."
-        )
-
-
-def _namer(config: MiniMindConfig) -> Callable[[str], list[str]]:
-    """Return a function that maps our name of a tensor to the GGUF names of its parts; only `gate_up_proj` has two."""
-    gguf = _gguf()
     # The package identifies architectures by numbers.
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(architectures[ARCHITECTURES[stock_layout(config)]], config.num_hidden_layers)
-
-    def names(ours: str) -> list[str]:
-        parts = ["gate_proj", "up_proj"] if ours.endswith("gate_up_proj") else ["gate_up_proj"]
-        stem = ours.removesuffix(".weight")
-        return [f"{table.get_name(stem.replace('gate_up_proj', part))}.weight" for part in parts]
-
+    architecture = architectures[ARCHITECTURES[stock_layout(model.config)]]
+    table = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    names = {}
+    for ours in model.state_dict():
+        parts = ("gate_proj", "up_proj") if ours.endswith("gate_up_proj") else ("gate_up_proj",)
+        stems = [ours.removesuffix(".weight").replace("gate_up_proj", part) for part in parts]
+        # llama.cpp uses the embedding if a file has no output head.
+        if ours != "lm_head.weight" or not model.config.tie_word_embeddings:
+            names[ours] = [f"{table.get_name(stem)}.weight" for stem in stems]
     return names
 
 
 def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights with GGUF names and layouts, in float32. Leave out a tied output head."""
-    config, names = model.config, _namer(model.config)
-    for ours, tensor in model.state_dict().items():
-        # llama.cpp uses the embedding if a file has no output head.
-        if ours == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        tensor = tensor.float()
-        if config.qk_norm and is_rotated(ours):
-            tensor = to_half_split(tensor, config.head_dim)
+    """
+    Yield the weights with GGUF names and layouts, in float32. Leave out a tied output head. Matrices have the shape
+    `(out_features, in_features)`, stacked experts one more dimension in front.
+    """
+    state_dict = model.state_dict()
+    for ours, names in _gguf_names(model).items():
+        tensor = state_dict[ours].float()
+        if model.config.qk_norm and is_rotated(ours):
+            tensor = to_half_split(tensor, model.config.head_dim)
         # (num_experts, 2 * width, hidden_size) -> twice (num_experts, width, hidden_size)
-        parts = tensor.chunk(2, dim=1) if ours.endswith("gate_up_proj") else [tensor]
-        for name, part in zip(names(ours), parts, strict=True):
+        for name, part in zip(names, tensor.chunk(2, dim=1) if len(names) > 1 else [tensor], strict=True):
             yield name, part.contiguous()
 
 
 def write_gguf(
-    model: MiniMindForCausalLM,
-    output_dir: Path,
-    *,
-    model_name: str,
-    tokenizer: PreTrainedTokenizerFast | None,
-    tensor_type: str,
+    model: MiniMindForCausalLM, directory: Path, *, name: str, tokenizer: PreTrainedTokenizerFast | None, dtype: str
 ) -> Path:
     """
     Write `model.gguf` and return its path; for a tokenizer with MiniMind's chat format, also Ollama's `Modelfile`.
 
     Args:
         model ([`MiniMindForCausalLM`]): the model.
-        output_dir (`Path`): an existing directory.
-        model_name (`str`): the name that programs show.
+        directory (`Path`): an existing directory.
+        name (`str`): the name of the model that programs show.
         tokenizer ([`PreTrainedTokenizerFast`], *optional*): written into the file.
-        tensor_type (`str`): `F32`, `F16`, `BF16`, `Q8_0`, `Q5_1` or `Q4_0`, for matrices. Norms and routers stay
-            float32, as in llama.cpp. In the last three types, a matrix whose row length is not a multiple of 32 (a
-            block) is written in F16.
+        dtype (`str`): a key of `GGUF_TYPES`, for matrices. Norms and routers stay float32, as in llama.cpp. In the
+            last three types, a matrix whose row length is not a multiple of 32 (a block) is written in F16.
 
     Raises:
-        `ValueError`: if a value overflows float16.
+        `UserError`: if a value overflows float16.
     """
-    gguf = _gguf()
-    writer = gguf.GGUFWriter(output_dir / FILE_NAME, ARCHITECTURES[stock_layout(model.config)])
+    import gguf
+
+    tensor_type = GGUF_TYPES[dtype]
+    writer = gguf.GGUFWriter(directory / FILE_NAME, ARCHITECTURES[stock_layout(model.config)])
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if tensor_type == "F32" else f"MOSTLY_{tensor_type}"])
-    writer.add_name(model_name)
+    writer.add_name(name)
     _add_config(writer, model.config)
     if tokenizer is None:
         # llama.cpp loads such a file, but accepts only ids, no text.
@@ -130,24 +108,26 @@ def write_gguf(
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
         if "<|im_start|>" in (tokenizer.chat_template or ""):
-            (output_dir / "Modelfile").write_text(_MODELFILE, encoding="utf-8")
-    for name, tensor in gguf_tensors(model):
+            prompt = tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "Why?"}]))
+            text = _MODELFILE.read_text(encoding="utf-8") % {"thought": EMPTY_THOUGHT * prompt.endswith(EMPTY_THOUGHT)}
+            (directory / "Modelfile").write_text(text, encoding="utf-8")
+    for tensor_name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.
-        if tensor.dim() == 1 or "ffn_gate_inp" in name:
+        if tensor.dim() == 1 or "ffn_gate_inp" in tensor_name:
             quantized = gguf.GGMLQuantizationType.F32
         elif tensor_type.startswith("Q") and tensor.shape[-1] % 32 != 0:
             quantized = gguf.GGMLQuantizationType.F16
         # The package casts to float16 without a check of the range, so look for infinities in the result.
         values = gguf.quantize(tensor.numpy(), quantized)
         if quantized == gguf.GGMLQuantizationType.F16 and not np.isfinite(values).all():
-            raise UserError(f"{name} holds values that overflow float16; use bfloat16 or float32.")
-        writer.add_tensor(name, values, raw_dtype=quantized)
+            raise UserError(f"{tensor_name} holds values that overflow float16; use bfloat16 or float32.")
+        writer.add_tensor(tensor_name, values, raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return output_dir / FILE_NAME
+    return directory / FILE_NAME
 
 
 def _add_config(writer: Any, config: MiniMindConfig):
@@ -179,7 +159,8 @@ def _add_config(writer: Any, config: MiniMindConfig):
 
 def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
     """Write vocabulary, merges, special tokens and chat template."""
-    gguf = _gguf()
+    import gguf
+
     pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
     # The model's vocabulary may be larger than the tokenizer's, but llama.cpp needs a token for every row of the
     # embedding.
@@ -187,7 +168,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     for index, token in tokenizer.added_tokens_decoder.items():
         types[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(find_text_split(tokenizer))
     writer.add_token_list([pieces.get(index, f"[PAD{index}]") for index in range(vocab_size)])
     writer.add_token_types([types[index] for index in range(vocab_size)])
     # The package reads the rest only from files.
@@ -197,27 +178,126 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
     # A prompt must not end with eos, even if the training rows do.
     rest.add_special_token = {"bos": tokenizer("a").input_ids[0] == tokenizer.bos_token_id, "eos": False}
     rest.add_to_gguf(writer, quiet=True)
+    if (turn_end := find_turn_end(tokenizer)) is not None:
+        writer.add_eot_token_id(turn_end)
 
 
-def read_gguf(path: Path, config: MiniMindConfig) -> MiniMindForCausalLM:
-    """Return the model in a file that [`write_gguf`] wrote, dequantized to float32."""
-    gguf = _gguf()
-    # Copy the values: the reader maps the file into memory, and `dequantize` may return a view of it.
-    tensors = {
-        tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).float()
-        for tensor in gguf.GGUFReader(path).tensors
-    }
-    model, names = MiniMindForCausalLM(copy.deepcopy(config)), _namer(config)
-    state_dict = {}
-    for ours in model.state_dict():
-        if ours == "lm_head.weight" and config.tie_word_embeddings:
+def read_gguf(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """
+    Return the weights and the config of a GGUF file as transformers writes them: the tensors of the architecture's
+    state dict in float32, and the fields of config.json.
+
+    Raises:
+        `UserError`: for an architecture that is not in `ARCHITECTURES`, or a type of tensors that the `gguf` package
+            cannot dequantize.
+    """
+    import gguf
+
+    file = read_gguf_file(path)
+    kind = file.fields.get("general.architecture")
+    stock = next((name for name, theirs in ARCHITECTURES.items() if theirs == kind), None)
+    if stock is None:
+        raise UserError(
+            f"{path} holds a model of the architecture {kind}. Those that are read: llama, qwen3, qwen3moe."
+        )
+    fields = _read_config(path, stock, file)
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[kind]
+    table = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])
+    stems = ["model.embed_tokens", "model.norm", "lm_head"]
+    stems += [f"model.layers.{i}.{part}" for i in range(fields["num_hidden_layers"]) for part in _PARTS]
+    names = {f"{table.get_name(stem)}.weight": f"{stem}.weight" for stem in stems}
+    tensors = {}
+    for name, (number, shape, data) in file.tensors.items():
+        if name == _ROPE_FACTORS:
             continue
-        parts = [tensors.pop(name) for name in names(ours)]
-        # twice (num_experts, width, hidden_size) -> (num_experts, 2 * width, hidden_size)
-        state_dict[ours] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        if config.qk_norm and is_rotated(ours):
-            state_dict[ours] = to_interleaved(state_dict[ours], config.head_dim)
-    assert not tensors, f"unexpected tensors: {', '.join(tensors)}"
-    # A tied head has no weights of its own.
-    model.load_state_dict(state_dict, strict=not config.tie_word_embeddings)
-    return model.eval()
+        try:
+            quantized = gguf.GGMLQuantizationType(number)
+            bytes_shape = gguf.quant_shape_to_byte_shape(shape, quantized)
+            values = data[: math.prod(bytes_shape)].reshape(bytes_shape)
+            # Copy the values: the file is mapped into memory, and `dequantize` may return a view of it.
+            tensor = torch.from_numpy(np.array(gguf.dequantize(values, quantized), dtype=np.float32))
+        except (ValueError, NotImplementedError) as error:
+            raise UserError(f"{path}: the tensor {name} cannot be read: {error}.") from error
+        # A tensor that transformers' models lack keeps its name, and the import reports it.
+        theirs = names.get(name, name)
+        if kind == "llama" and is_rotated(theirs):
+            # llama.cpp rotates neighbouring channels here, and transformers the halves of a head.
+            tensor = to_half_split(tensor, fields["head_dim"])
+        if ".experts." in theirs:
+            # (num_experts, out_features, in_features) -> num_experts times (out_features, in_features)
+            head, part = theirs.split("experts.")
+            tensors |= {f"{head}experts.{i}.{part}": expert for i, expert in enumerate(tensor)}
+        else:
+            tensors[theirs] = tensor
+    return tensors, fields
+
+
+def _read_config(path: Path, stock: str, file: GGUFFile) -> dict[str, Any]:
+    """Return the fields of config.json of the transformers architecture `stock`."""
+
+    def get(name: str, default: Any = None) -> Any:
+        return file.fields.get(f"{ARCHITECTURES[stock]}.{name}", default)
+
+    heads, context = get("attention.head_count"), get("context_length")
+    sizes = {
+        "hidden_size": get("embedding_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+    }
+    if lacking := [name for name, value in sizes.items() if not isinstance(value, int | float) or value <= 0]:
+        raise UserError(f"{path} does not tell {', '.join(lacking)}, or not as one number.")
+    if sizes["num_hidden_layers"] > len(file.tensors):
+        raise UserError(f"{path} holds {len(file.tensors)} tensors for {sizes['num_hidden_layers']} layers.")
+    head_dim = get("attention.key_length", sizes["hidden_size"] // heads)
+    features = {
+        "a sliding window": get("attention.sliding_window", context) < context,
+        "experts": stock == "llama" and get("expert_count", 0) > 0,
+        "scaled rotary positions": get("rope.scaling.type", "none") != "none",
+        "a partly rotated head": get("rope.dimension_count", head_dim) != head_dim,
+        "values of another width than keys": get("attention.value_length", head_dim) != head_dim,
+    }
+    if has := [feature for feature, is_there in features.items() if is_there]:
+        raise UserError(f"{path}: a GGUF file with {', '.join(has)} is not read. Convert the checkpoint of the Hub.")
+    fields = sizes | {
+        "model_type": stock,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": get("feed_forward_length"),
+        "vocab_size": get("vocab_size", len(file.fields.get("tokenizer.ggml.tokens", ())) or None),
+        # The file holds float32, and the config that it comes from a decimal number.
+        "rms_norm_eps": float(f"{sizes['rms_norm_eps']:.6g}"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": file.fields.get("tokenizer.ggml.padding_token_id"),
+    }
+    if _ROPE_FACTORS in file.tensors:
+        fields["rope_scaling"] = _find_llama3_scaling(path, file.tensors[_ROPE_FACTORS], fields)
+    experts = {"num_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+    if stock == "qwen3_moe":
+        # llama.cpp always normalises.
+        fields |= experts | {"moe_intermediate_size": get("expert_feed_forward_length"), "norm_topk_prob": True}
+    if stock == "ernie4_5_moe":
+        fields |= {"moe_num_experts": experts["num_experts"], "moe_k": experts["num_experts_per_tok"]}
+        fields |= {"moe_intermediate_size": get("expert_feed_forward_length")}
+        fields |= {"moe_num_shared_experts": get("expert_shared_count"), "moe_layer_start_index": 0}
+    return fields
+
+
+def _find_llama3_scaling(path: Path, tensor: GGUFTensor, fields: dict[str, Any]) -> dict[str, Any]:
+    """
+    Return the `rope_scaling` of Llama 3.1 or 3.2. A GGUF file holds the factors by which it divides the frequencies
+    instead, in a tensor of shape `(head_dim // 2,)`.
+    """
+    factors = torch.from_numpy(tensor.data[: 4 * tensor.shape[0]].view(np.float32).copy())
+    for factor in (8.0, 32.0):
+        rope = _LLAMA_3 | {"factor": factor, "rope_theta": fields["rope_theta"]}
+        config = LlamaConfig(**{**fields, "rope_parameters": rope})
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = fields["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+        if factors.shape == plain.shape and torch.allclose(plain / scaled, factors, rtol=1e-4):
+            return {name: value for name, value in rope.items() if name != "rope_theta"}
+    raise UserError(f"{path}: its {_ROPE_FACTORS} is not that of Llama 3.1 or 3.2. Convert the checkpoint of the Hub.")

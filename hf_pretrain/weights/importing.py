@@ -10,24 +10,27 @@ missing or additional tensor before any value is used.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
 from .foreign_configs import merge_fields, read_fields
+from .gguf import read_gguf
 from .layouts import LAYOUTS, describe_layout
 from .weight_files import read_json, read_tensors, resolve
 
 
 logger = logging.get_logger(__name__)
+Tensors = dict[str, torch.Tensor]
 
 
 def is_native_checkpoint(path: str | Path) -> bool:
@@ -50,9 +53,9 @@ def load_upstream(
 
     Args:
         path (`str` or `Path`): a `.pth` file; a directory with `config.json` and `model.safetensors` (or shards),
-            `pytorch_model.bin` or exactly one `.pth`; a Hub id, or one file in it (`owner/name:full_sft_512.pth`). The
-            weights may be in the layout of v1, v2 or v3, of `llama`, `qwen3`, `qwen3_moe` or `ernie4_5_moe`, or of
-            this package.
+            `pytorch_model.bin` or exactly one `.pth`; a GGUF file; a Hub id, or one file in it
+            (`owner/name:full_sft_512.pth`); a model of the package index, such as `embedded:smollm2`. The weights may
+            be in the layout of v1, v2 or v3, of `llama`, `qwen3`, `qwen3_moe` or `ernie4_5_moe`, or of this package.
         config (`dict` or path of a JSON file, *optional*): fields of config.json, by that program's names or ours.
             They override and complete the config.json in the directory or beside the file.
         dtype (`torch.dtype`, *optional*): the dtype of the model; by default the file's.
@@ -61,7 +64,7 @@ def load_upstream(
         [`MiniMindForCausalLM`] in eval mode, with the same logits and the same router loss.
 
     Raises:
-        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite; if a size cannot be inferred
+        `UserError`: if a tensor is missing, unexpected, of another shape or not finite; if a size cannot be inferred
             or contradicts the config; if a pickle holds more than tensors (none of its code is run).
     """
     path = resolve(path)
@@ -71,27 +74,28 @@ def load_upstream(
         return load_native_checkpoint(path, dtype=dtype or "auto").eval()
     if isinstance(config, str | Path):
         config = read_json(Path(config))
-    tensors = read_tensors(path)
-    raw = merge_fields(_read_config(path), config or {})
+    if path.suffix == ".gguf":
+        tensors, fields = read_gguf(path)
+    else:
+        tensors, fields = read_tensors(path), _read_config(path)
+    raw = merge_fields(fields, config or {})
     layout = _recognise(tensors, raw, path)
     given = read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
     inferred = _infer_sizes(tensors, layout, given)
     minimind_config = MiniMindConfig(**given | inferred)
     state_dict = _join(tensors, layout, minimind_config, path)
 
-    # Load a file with several dtypes in float32, so that no tensor is rounded to a smaller dtype.
-    dtypes = {tensor.dtype for tensor in state_dict.values()}
-    file_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    model = MiniMindForCausalLM(minimind_config).to(dtype or file_dtype).eval()
-    model.load_state_dict(state_dict, strict=True)
-    _check_finite(model, path)
+    # Of several dtypes, take one that rounds no tensor.
+    file_dtype = reduce(torch.promote_types, {tensor.dtype for tensor in state_dict.values()})
+    # The constructor would first draw random weights. `_join` has compared all names and shapes.
+    loading = {"config": minimind_config, "state_dict": state_dict, "dtype": dtype or file_dtype}
+    model = MiniMindForCausalLM.from_pretrained(None, **loading).eval()
+    check_finite(model, path)
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
-    sizes, rest = (", ".join(f"{name}={value}" for name, value in part.items()) for part in (inferred, given))
-    logger.warning(
-        f"{path}: {describe_layout(layout)}, {file_dtype}. From the shapes: {sizes}. From the config, or else by "
-        f"default: {rest}."
-    )
+    fields = ", ".join(f"{name}={value}" for name, value in (given | inferred).items())
+    log = logger.info if path.suffix == ".gguf" else logger.warning
+    log(f"{path} was read as {describe_layout(layout)} in {file_dtype}, with {fields}.")
     return model
 
 
@@ -104,45 +108,42 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
         **loading: for `from_pretrained`.
 
     Raises:
-        `ValueError`: if a tensor is missing, unexpected, of another shape or not finite, or if a file is damaged.
+        `UserError`: if a tensor is missing, unexpected, of another shape or not finite, or if a file is damaged.
     """
+    # transformers ignores a damaged one, and with it the stop tokens.
+    if (settings := Path(path, GENERATION_CONFIG_NAME)).is_file():
+        read_json(settings)
     try:
-        model, info = MiniMindForCausalLM.from_pretrained(
-            # Without `ignore_mismatched_sizes`, transformers raises on the first wrong shape. We report all of them.
-            path,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **loading,
-        )
+        # Without `ignore_mismatched_sizes`, transformers raises on the first wrong shape. We report all of them.
+        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = MiniMindForCausalLM.from_pretrained(path, **loading)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} has no readable weights: {error}") from error
-    shapes = [
-        f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in info["mismatched_keys"]
-    ]
-    _check_names(f"{path} does not fit its config", info["missing_keys"], info["unexpected_keys"], shapes)
-    _check_finite(model, path)
+    complaint = f"{path} does not fit its config"
+    _check_names(complaint, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    check_finite(model, path)
     return model
 
 
-def _check_finite(model: MiniMindForCausalLM, path: str | Path):
-    """Raise `ValueError` if a parameter holds a value that is not finite."""
+def check_finite(model: MiniMindForCausalLM, path: str | Path):
+    """Raise `UserError` if a parameter holds a value that is not finite."""
     # NOTE: under ZeRO-3 every parameter is empty here and passes. There, only the first loss shows a NaN.
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise UserError(
-                f"{path}: {name} holds values that are not finite in {parameter.dtype}. The file is damaged, or they "
-                "are too large for this dtype: use bfloat16 or float32."
-            )
+            fix = "The file is damaged, or use --dtype bfloat16 or float32 for large values"
+            raise UserError(f"{path}: {name} holds values that are not finite in {parameter.dtype}. {fix}.")
 
 
-def _check_names(complaint: str, missing: Iterable[str], unexpected: Iterable[str], shapes: Iterable[str]):
-    """Raise `ValueError` for tensors that are missing, unexpected or of another shape, and name five of each."""
-    kinds = {"missing": sorted(missing), "unexpected": sorted(unexpected), "of another shape": sorted(shapes)}
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names[:5])}{'...' if len(names) > 5 else ''}"
-        for kind, names in kinds.items()
-        if names
-    ]
+def _check_names(complaint: str, missing: Collection[str], unexpected: Collection[str], misshapen: Collection[tuple]):
+    """
+    Raise `UserError` for tensors that are missing, unexpected or of another shape, and name five of each. `misshapen`
+    holds names, shapes, and the shapes that they should have.
+    """
+    shapes = [f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in misshapen]
+    problems = []
+    for kind, names in {"missing": missing, "unexpected": unexpected, "of another shape": shapes}.items():
+        first = ", ".join(sorted(names)[:5])
+        problems += [f"{len(names)} {kind}: {first}{'...' if len(names) > 5 else ''}"] if names else []
     if problems:
         raise UserError(f"{complaint}. Tensors {'; '.join(problems)}.")
 
@@ -157,7 +158,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path) -> str:
+def _recognise(tensors: Tensors, raw: dict[str, Any], path: Path) -> str:
     """
     Return the layout of the weights. The names of the tensors tell the generation, the config a transformers
     architecture.
@@ -167,10 +168,7 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
     if all(".lora." in name for name in tensors):
         raise UserError(f"{path} holds a LoRA of MiniMind: convert it with --base and the model that it adapts.")
     if "model.embed_tokens.weight" not in tensors:
-        raise UserError(
-            f"{path}: no generation of MiniMind has these names: {', '.join(list(tensors)[:4])}... (v1 has "
-            "tok_embeddings.weight, v2 and v3 have model.embed_tokens.weight)."
-        )
+        raise UserError(f"{path}: no generation of MiniMind has these names: {', '.join(list(tensors)[:4])}...")
     model_type = raw.get("model_type", "minimind")
     if model_type in LAYOUTS:
         return model_type
@@ -179,12 +177,12 @@ def _recognise(tensors: dict[str, torch.Tensor], raw: dict[str, Any], path: Path
     return "v3" if any(name.endswith("q_norm.weight") for name in tensors) else "v2"
 
 
-def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str, Any]) -> dict[str, Any]:
+def _infer_sizes(tensors: Tensors, layout: str, given: dict[str, Any]) -> dict[str, Any]:
     """
     Return the sizes that the shapes imply. `_join` compares all names and shapes with them afterwards.
 
     Raises:
-        `ValueError`: if a tensor that shows a size is missing or no matrix, or if `given` contradicts.
+        `UserError`: if a tensor that shows a size is missing or no matrix, or if `given` contradicts.
     """
     name_of = LAYOUTS[layout].name
 
@@ -198,16 +196,13 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
     q_rows, k_rows = shape(f"{attention}q_proj.weight")[0], shape(f"{attention}k_proj.weight")[0]
     # The number of rows is heads times head width, so one of the two must come from elsewhere.
-    q_norm = tensors.get(f"{attention}q_norm.weight")
-    if q_norm is None and "head_dim" not in given and "num_attention_heads" not in given:
-        raise UserError(
-            "The weights do not show the number of heads: give the config.json, or num_attention_heads "
-            "(MiniMind2 has 8, MiniMind-V1 of 2024 has 16)."
-        )
-    if q_norm is not None:
-        head_dim = q_norm.numel()
-    else:
+    if f"{attention}q_norm.weight" in tensors:
+        head_dim = tensors[f"{attention}q_norm.weight"].numel()
+    elif "head_dim" in given or "num_attention_heads" in given:
         head_dim = given.get("head_dim") or max(q_rows // given["num_attention_heads"], 1)
+    else:
+        known = "give num_attention_heads (MiniMind2 has 8, MiniMind-V1 of 2024 has 16)"
+        raise UserError(f"The weights do not show the number of heads: {known}.")
     head = tensors.get(name_of("lm_head.weight"))
     is_tied = head is None or head.equal(tensors[name_of("model.embed_tokens.weight")])
     sizes = {
@@ -240,9 +235,7 @@ def _infer_sizes(tensors: dict[str, torch.Tensor], layout: str, given: dict[str,
     return sizes
 
 
-def _join(
-    tensors: dict[str, torch.Tensor], layout: str, config: MiniMindConfig, path: Path
-) -> dict[str, torch.Tensor]:
+def _join(tensors: Tensors, layout: str, config: MiniMindConfig, path: Path) -> Tensors:
     """
     Return our state dict. First check that `tensors` has exactly the names and shapes that `layout` has for `config`.
     """
@@ -258,11 +251,8 @@ def _join(
     # Split our own empty model as the file should be split, so that names and shapes compare one to one.
     parts = {ours: dict(target.split(ours, tensor, config)) for ours, tensor in empty.items()}
     expected = {name: tensor.shape for split in parts.values() for name, tensor in split.items()}
-    shapes = [
-        f"{name} is {tuple(tensors[name].shape)} and should be {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
+    shapes = [(name, tensors[name].shape, shape) for name, shape in expected.items() if name in tensors]
+    misshapen = [entry for entry in shapes if entry[1] != entry[2]]
     complaint = f"{path} does not fit {describe_layout(layout)} with the sizes found"
-    _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), shapes)
+    _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), misshapen)
     return {ours: target.join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}

@@ -64,13 +64,12 @@ class WeightLayout:
         if self.half_split and is_rotated(name):
             # Projections have the shape (num_heads * head_dim, hidden_size), and norms (head_dim,): one head.
             yield self.name(name), to_half_split(tensor, config.head_dim)
-        elif name.endswith("experts.gate_up_proj"):
-            for expert, gate_and_up in enumerate(tensor):
-                for part, weight in zip(("gate_proj", "up_proj"), gate_and_up.chunk(2), strict=True):
-                    yield self.name(name.replace("gate_up_proj", f"{expert}.{part}.weight")), weight
-        elif name.endswith("experts.down_proj"):
-            for expert, weight in enumerate(tensor):
-                yield self.name(name.replace("down_proj", f"{expert}.down_proj.weight")), weight
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stem, _, stacked = name.rpartition(".")
+            names = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            for expert, parts in enumerate(tensor):
+                for part, weight in zip(names, parts.chunk(len(names)), strict=True):
+                    yield self.name(f"{stem}.{expert}.{part}.weight"), weight
         elif self.lists_shared_experts and "shared_experts." in name:
             # The width is the rows of gate_proj and up_proj, but the columns of down_proj.
             widths = tensor.chunk(config.num_shared_experts, dim=int("down_proj" in name))

@@ -15,7 +15,7 @@ from torch import nn
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, written_whole
-from .adapters import adapter_base, load_adapter, merge_adapter
+from .adapters import adapter_base, load_adapter
 from .comparing import ExportReport, compare
 from .exporting import DTYPES, upstream_file_name
 from .importing import load_upstream
@@ -29,13 +29,16 @@ RANK = 16
 def load_merged(
     source: str, *, base: str | None = None, config: Mapping[str, Any] | str | None = None
 ) -> MiniMindForCausalLM:
-    """Return the model at `source`: weights, an adapter, or a LoRA file of MiniMind for `base`."""
+    """
+    Return the model at `source` in eval mode: weights, an adapter merged into its base model, or the model `base` with
+    a LoRA file of MiniMind. `config` is as in [`~weights.importing.load_upstream`].
+    """
     if base is not None:
         return merge_upstream_lora(load_upstream(base, config=config), source).eval()
     adapted = adapter_base(source)
-    if adapted is None:
-        return load_upstream(source, config=config)
-    return merge_adapter(source, adapted, config=config)
+    model = load_upstream(adapted or source, config=config)
+    # With `safe_merge`, peft raises if the merged weights are not finite.
+    return load_adapter(model, source).merge_and_unload(safe_merge=True).eval() if adapted else model
 
 
 def merge_upstream_lora(base: MiniMindForCausalLM, path: str | Path) -> MiniMindForCausalLM:
@@ -54,10 +57,8 @@ def merge_upstream_lora(base: MiniMindForCausalLM, path: str | Path) -> MiniMind
         a, b = tensors.pop(name).float(), tensors.pop(f"{stem}.lora.B.weight", torch.empty(0, 0)).float()
         ours, weight = weights.get(f"{stem}.weight", ("", torch.empty(0)))
         if b.shape[1] != len(a) or (len(b), a.shape[1]) != weight.shape:
-            raise UserError(
-                f"{path}: {stem} adapts a matrix {len(b)} x {a.shape[1]}, and the base has {tuple(weight.shape)}. "
-                "Name the base model that the LoRA was trained on."
-            )
+            sizes = f"adapts a matrix {len(b)} x {a.shape[1]}, and the base has {tuple(weight.shape)}"
+            raise UserError(f"{path}: {stem} {sizes}. Name the base model that the LoRA was trained on.")
         weight += layout.join(ours, [b @ a], base.config)
     if tensors:
         raise UserError(f"{path} is no LoRA file of MiniMind: it holds {', '.join(list(tensors)[:3])}.")
@@ -89,9 +90,8 @@ def write_upstream_lora(
         file = aside / upstream_file_name(config, name or "lora")
         torch.save({name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}, file)
         merged = merge_upstream_lora(load_upstream(base), file).eval()
-        report = compare(adapted.merge_and_unload().eval(), merged, "MiniMind's LoRA", dtype)
-        report.check(directory, is_exact=dtype == "float32")
-        return report
+        names = {"path": directory, "format": "MiniMind's LoRA", "dtype": dtype}
+        return compare(adapted.merge_and_unload().eval(), merged, **names, is_exact=dtype == "float32")
 
 
 def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:
@@ -101,17 +101,14 @@ def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:
     model = adapted.get_base_model()
     layout = LAYOUTS[upstream_layout(model.config)]
     parts = {name: part for name, part in model.named_modules() if isinstance(part, LoraLayer)}
-    with torch.device("meta"):
-        plain = MiniMindForCausalLM(model.config)
-    linear = {path: module for path, module in plain.named_modules() if isinstance(module, nn.Linear)}
+    linear = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {path.removesuffix(".base_layer"): linear[path] for path in linear if ".lora_" not in path}
     square = [path for path, module in linear.items() if module.in_features == module.out_features]
     has_rank = all(part.r == {"default": RANK} for part in parts.values())
     if parts.keys() != set(square) or not has_rank or adapted.peft_config["default"].use_dora:
         targets = " ".join(dict.fromkeys(path.rpartition(".")[2] for path in square))
-        raise UserError(
-            f"{name} is not of the form of MiniMind's LoRA. Train with `--lora_r {RANK} --lora_target_modules "
-            f"{targets}` and without --use_dora, or merge the adapter."
-        )
+        flags = f"`--lora_r {RANK} --lora_target_modules {targets}` and without --use_dora"
+        raise UserError(f"{name} is not of the form of MiniMind's LoRA. Train with {flags}, or merge the adapter.")
     tensors: dict[str, torch.Tensor] = {}
     for path, part in parts.items():
         b = part.lora_B["default"].weight * part.scaling["default"]

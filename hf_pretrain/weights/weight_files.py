@@ -15,6 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from ..runtime.errors import UserError
 from ..runtime.names import is_path, split_hub_name
+from ..runtime.package_models import find_gguf
 
 
 # Rotary tables and attention masks that some versions saved. This package computes them, so skip them.
@@ -28,9 +29,9 @@ def resolve(path: str | Path) -> Path:
     Return the local path of `path`. If it is a Hub id, or a file in a repository (`owner/name:file`), download it.
 
     Raises:
-        `ValueError`: if there is neither a local path nor such a repository.
+        `UserError`: if there is neither a local path nor such a repository.
     """
-    local = Path(path).expanduser()
+    local = find_gguf(path) or Path(path).expanduser()
     if local.exists():
         return local
     repo_id, file = split_hub_name(str(path))
@@ -38,7 +39,8 @@ def resolve(path: str | Path) -> Path:
         raise UserError(f"{path}: no such file or directory. A Hub id is owner/name, or owner/name:file.pth.")
     try:
         found = Path(snapshot_download(repo_id, allow_patterns=_needed(repo_id, file)), file or "")
-    except (OSError, HTTPError) as error:
+    # JSON: something else than a Hub answers.
+    except (OSError, HTTPError, json.JSONDecodeError) as error:
         raise UserError(f"{path} is neither a file or directory here nor a model on the Hub: {error}") from error
     if not found.exists():
         raise UserError(f"{repo_id} holds no file {file}.")
@@ -69,7 +71,7 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
         prefix (`str`): text before a file name that makes it a name a user can pass, for messages.
 
     Raises:
-        `ValueError`: if there is none, or if there are several that may be different models.
+        `UserError`: if there is none, or if there are several that may be different models.
     """
     found = [name for name in _STANDARD_NAMES if name in names][:1]
     # Each .pth may be a different model. Trainer's checkpoints hold the states of random number generators, too.
@@ -77,15 +79,13 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
     if not found:
         raise UserError(f"{prefix[:-1]} must hold model.safetensors, pytorch_model.bin or a .pth; it holds none.")
     if len(found) > 1:
-        names = ", ".join(found)
-        raise UserError(
-            f"{prefix[:-1]} holds several files of weights ({names}): name one, such as {prefix}{found[-1]}."
-        )
+        several = f"{prefix[:-1]} holds several files of weights ({', '.join(found)})"
+        raise UserError(f"{several}: name one, such as {prefix}{found[-1]}.")
     return found[0]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise `ValueError` for anything else."""
+    """Return the object in a JSON file. Raise `UserError` for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     The names come without the prefixes of `torch.compile` and DDP, and without computed buffers.
 
     Raises:
-        `ValueError`: if a file is missing, ambiguous or damaged, or holds anything but tensors; if a tensor does not
+        `UserError`: if a file is missing, ambiguous or damaged, or holds anything but tensors; if a tensor does not
             hold floats.
     """
     if path.is_dir():
@@ -128,16 +128,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             return load_file(path)
         # torch does not compare the checksums in its zip archives.
-        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()):
-            raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong. Download or copy it again.")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
+        damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None
+        content = {} if damaged else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and zipfile raise many types for files of something else
         raise UserError(
             f"{path} is not a file of weights, or is damaged, and was refused before any code in it ran. Download it "
             "again (`git lfs pull` for a Git LFS pointer), or ask for a plain state dict, best as safetensors."
         ) from error
+    if damaged:
+        raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong. Download or copy it again.")
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no state dict: a dictionary of names and tensors is expected.")
     # MiniMind's own resume files hold the model's state dict under `model`, beside the optimizer's.

@@ -13,22 +13,19 @@ from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write
 from hf_pretrain.checkpoints.sharded import load_weights
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassification
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resume_check import describe_data
 from hf_pretrain.training.run_directory import checkpoint_to_resume
 from tests.toys import toy_model, write_jsonl
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer
+from tests.trainers import make_documents, make_trainer
 
 
 def arguments(output_dir, resume=None, allow_inexact_resume=False):
-    return SimpleNamespace(
-        output_dir=str(output_dir),
-        resume_from_checkpoint=resume,
-        allow_inexact_resume=allow_inexact_resume,
-        deepspeed_plugin=None,
-        process_index=0,
-        world_size=1,
-    )
+    resuming = {"resume_from_checkpoint": resume, "allow_inexact_resume": allow_inexact_resume}
+    ranks = {"deepspeed_plugin": None, "process_index": 0, "world_size": 1}
+    return SimpleNamespace(output_dir=str(output_dir), **resuming, **ranks)
 
 
 def make_checkpoint(output_dir, step: int):
@@ -62,6 +59,23 @@ def test_a_used_directory_needs_a_checkpoint_to_resume_from(tmp_path):
         checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
 
 
+def test_auto_does_not_overwrite_a_model(tmp_path):
+    """A run that ended before its first checkpoint starts again, also after a restart."""
+    (tmp_path / "run.json").write_text("[]")
+    (tmp_path / ".saving").mkdir()
+    # A directory of the user.
+    (tmp_path / "checkpoint-x").mkdir()
+    assert checkpoint_to_resume(arguments(tmp_path, "auto")) is None
+    for name in ("model-00001-of-00002.safetensors", "adapter_model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=f"auto finds no checkpoint in .*, but a model .{name}.*overwrite"):
+            checkpoint_to_resume(arguments(tmp_path, "auto"))
+        (tmp_path / name).unlink()
+    (tmp_path / "model.safetensors").touch()
+    newest = make_checkpoint(tmp_path, 10)
+    assert checkpoint_to_resume(arguments(tmp_path, "auto")) == newest
+
+
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_resumes_by_itself(tmp_path, monkeypatch, variable):
     newest = make_checkpoint(tmp_path, 10)
@@ -91,9 +105,7 @@ def test_damaged_checkpoints_are_renamed(tmp_path):
     for path in (middle, newest):
         with open(f"{path}/trainer_state.json", "a") as file:
             file.write(" ")
-    with pytest.raises(
-        ValueError, match="checkpoint-9 is damaged: trainer_state.json has 3 bytes instead of 2.*`auto|auto` takes"
-    ):
+    with pytest.raises(ValueError, match="checkpoint-9 is damaged: trainer_state.json has 3 bytes instead of 2"):
         checkpoint_to_resume(arguments(tmp_path, middle))
     assert checkpoint_to_resume(arguments(tmp_path, "auto")) == oldest
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-8", "damaged-checkpoint-9", "damaged-checkpoint-10"}
@@ -109,9 +121,7 @@ def test_a_checkpoint_without_a_manifest_needs_allow_inexact_resume(tmp_path):
     newest = make_checkpoint(tmp_path, 10)
     os.unlink(f"{newest}/{MANIFEST_NAME}")
     for resume in ("auto", newest):
-        with pytest.raises(
-            ValueError, match="no manifest.json, so nothing says whether it is intact.*--allow_inexact"
-        ):
+        with pytest.raises(ValueError, match="no manifest.json, so nothing says .* intact.*--allow_inexact"):
             checkpoint_to_resume(arguments(tmp_path, resume))
         assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
 
@@ -220,16 +230,18 @@ def test_a_sharded_model_refuses_weights_without_its_untied_head(tmp_path):
 def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
     with pytest.raises(ValueError, match="run `hf-pretrain pretrain` first"):
         find_newest_run(str(tmp_path))
-    for seconds, name in enumerate(["first", "second", "another-model", "unfinished"]):
+    for seconds, name in enumerate(["first", "second", "another-model", "reward", "unfinished"]):
         (tmp_path / name).mkdir()
         model_type = "llama" if name == "another-model" else "minimind"
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-        (tmp_path / name / "tokenizer.json").touch()
-        if name != "unfinished":
-            (tmp_path / name / "model.safetensors").touch()
-            os.utime(tmp_path / name / "model.safetensors", (seconds, seconds))
-    # A killed program left half a config, and no tokenizer.
+        if name == "reward":
+            MiniMindForSequenceClassification(toy_model().config).save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "model.safetensors"):
+            (tmp_path / name / file).touch()
+            os.utime(tmp_path / name / file, (seconds, seconds))
+    # A killed program left half a config, and no weights.
     (tmp_path / "unfinished/config.json").write_text("{")
+    (tmp_path / "unfinished/model.safetensors").unlink()
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")

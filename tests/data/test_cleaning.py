@@ -8,17 +8,9 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from hf_pretrain.data.cleaning import (
-    DuplicateFinder,
-    OverlapFinder,
-    clean_data,
-    find_flaw,
-    normalize,
-)
+from hf_pretrain.data.cleaning import DuplicateFinder, OverlapFinder, clean_data, find_flaw, normalize
 from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, render, survey_records
 from hf_pretrain.data.records import Record, read_records
@@ -98,18 +90,13 @@ def test_near_duplicates_are_those_of_the_jaccard_index():
     ]
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        [{"content": "", "tool_calls": [{"name": name, "arguments": {}}]} for name in ("get_weather", "set_timer")],
-        [{"content": "Yes.", "reasoning_content": text} for text in sentences(2)],
-    ],
-)
-def test_conversations_differ_in_calls_and_thoughts(tmp_path, answers):
+def test_conversations_differ_in_calls_and_thoughts(tmp_path):
+    answers = [{"content": "", "tool_calls": [{"name": name, "arguments": {}}]} for name in ("weather", "timer")]
+    answers += [{"content": "Yes.", "reasoning_content": text} for text in sentences(2)]
     chats = [chat("Please do what I asked you to do yesterday evening.", **answer) for answer in answers]
-    write_jsonl(tmp_path / "a.jsonl", [*chats, chats[1]])
+    write_jsonl(tmp_path / "a.jsonl", [*chats, *chats])
     kept, dropped = clean_file(tmp_path / "a.jsonl")
-    assert kept == chats and [entry["reason"] for entry in dropped] == ["exact duplicate"]
+    assert kept == chats and [entry["reason"] for entry in dropped] == ["exact duplicate"] * 4
 
 
 def test_overlap_with_held_out_text():
@@ -154,16 +141,6 @@ def test_the_fields_of_a_record_decide_its_schema(tmp_path):
     assert all(record.reason.startswith(reason) for record, reason in zip(found, reasons, strict=False))
 
 
-def test_conversations_in_parquet_files(tmp_path):
-    # The nulls that the table adds to the messages and tools of other records are not copied.
-    tool = {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}
-    tools = [[tool], [{**tool, "parameters": {"properties": {"b": {"type": "integer"}}}}]]
-    chats = [chat(text, content=text) | {"tools": own} for text, own in zip(sentences(2), tools, strict=True)]
-    chats[0]["messages"][0]["name"] = "Ann"
-    pq.write_table(pa.Table.from_pylist(chats), tmp_path / "chat.parquet")
-    assert clean_file(tmp_path / "chat.parquet")[0] == chats
-
-
 def test_a_sample_is_even_and_counts_are_whole():
     records = [Record("a", number, None, "x" * (number % 7 + 1)) for number in range(3 * SAMPLE_SIZE)]
     survey = survey_records([*records, Record("a", 0, None, "", "bad")])
@@ -186,6 +163,18 @@ def test_the_description_agrees_with_the_data(tmp_path):
     assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Over --max_length"].startswith("100.0%")
     assert found["Model size"].startswith(f"up to {4 * sum(lengths) / 20 / 1e6:,.1f} M parameters")
     assert found["Records"].startswith("41 texts, ")
+
+
+def test_rejected_answers_are_no_text_to_train_on(tmp_path):
+    pairs = [{"prompt": f"question {n}", "chosen": "good", "rejected": f"a much worse answer {n}"} for n in range(4)]
+    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", pairs)]))
+    assert survey.num_bytes == sum(len(pair["prompt"] + "\n" + pair["chosen"]) for pair in pairs)
+    # The rejected answers alone tell these pairs from the first four.
+    more = [pair | {"rejected": "another"} for pair in pairs]
+    survey = survey_records(read_records([write_jsonl(tmp_path / "b.jsonl", [*pairs, *more, more[0]])]))
+    assert survey.num_duplicates == 1
+    tokenizer = train_tokenizer(sentences(40), vocab_size=400)
+    assert all("worse" not in tokenizer.decode(render(record, tokenizer)) for record in survey.sample)
 
 
 def test_tools_and_variables_of_a_conversation_are_rendered_as_in_training(tmp_path):
@@ -213,13 +202,19 @@ def test_the_command(tmp_path, capsys):
     run_command("inspect", source, "--show", "2")
     printed = capsys.readouterr().out
     assert "31 texts, " in printed and printed.count("--- ") == 2
+    (tmp_path / "book.md").write_text("第一章\n\n" + "他们在河边走了很久。" * 9, encoding="gb18030")
+    files = ["--encoding", "gb18030", "--whole_files"]
+    run_command("inspect", str(tmp_path / "book.md"), *files)
+    assert "1 texts, " in capsys.readouterr().out
+    run_command("clean", str(tmp_path / "book.md"), "--output", str(tmp_path / "d.jsonl"), *files)
+    assert json.loads((tmp_path / "d.jsonl").read_text("utf-8"))["text"].startswith("第一章\n\n他们在")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["inspect", "--max_length", "0"], "--max_length 0 must be at least 8"),
-        (["clean", "--near_duplicates", "-1"], "--near_duplicates -1.0 must lie between"),
+        (["clean", "--near_duplicates", "-1"], "--near_duplicates -1.0 must be at least 0 and at most 1"),
         (["clean", "--output", "a.jsonl"], "a.jsonl exists"),
         (["clean", "--output", "c.csv"], "c.csv: the command writes JSONL, so end the name in .jsonl"),
         (["clean", "--held_out", "b.json"], "b.json:1 cannot be read: no column 'text'"),

@@ -4,10 +4,7 @@ import torch
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 
 
-ROWS = [
-    {"input_ids": [1, 5, 6, 2, 1, 7, 2], "seq_lengths": [4, 3]},
-    {"input_ids": [1, 8, 2], "seq_lengths": [3]},
-]
+ROWS = [{"input_ids": [1, 5, 6, 2, 1, 7, 2], "seq_lengths": [4, 3]}, {"input_ids": [1, 8, 2], "seq_lengths": [3]}]
 
 
 def test_batch_equals_one_written_by_hand():

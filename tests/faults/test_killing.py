@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, find_damage
-from tests.faults.driving import STEPS, command, kill_all, ranks, start, wait_for
+from tests.faults.driving import STEPS, command, kill_all, mostly_faults, ranks, start, steps_of, wait_for
 
 
 # The test kills a run in every save but the last one.
@@ -36,10 +36,6 @@ def kill(process, rank: int, *, whole_machine: bool = False) -> None:
         time.sleep(0.2)
         kill_all([process, *found])
     process.communicate(timeout=500)
-
-
-def steps_of(output_dir: Path) -> list[int]:
-    return [int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*")]
 
 
 def check_checkpoints(output_dir: Path) -> None:
@@ -79,15 +75,12 @@ def _kill_within_save(step: int, number: int, words: list[str], output_dir: Path
     return process.returncode != 0 and max(steps_of(output_dir), default=0) <= step
 
 
-@pytest.mark.parametrize(
-    ("launcher", "first"),
-    [
-        pytest.param(launcher, first, marks=() if (launcher, first) == ("python", 0) else pytest.mark.faults)
-        for launcher, num_moments in NUM_MOMENTS.items()
-        for first in range(-(-num_moments // len(SAVES)))
-    ],
-)
-def test_after_each_file_of_a_save(launcher, first, workspace, tmp_path, ends_like):
+FIRST_MOMENTS = [(launcher, n) for launcher, num in NUM_MOMENTS.items() for n in range(-(-num // len(SAVES)))]
+
+
+@pytest.mark.parametrize("case", mostly_faults(FIRST_MOMENTS, ("python", 0)))
+def test_after_each_file_of_a_save(case, workspace, tmp_path, ends_like):
+    launcher, first = case
     moments = range(first, NUM_MOMENTS[launcher], -(-NUM_MOMENTS[launcher] // len(SAVES)))
     for step, number in zip(SAVES, moments, strict=False):
         kill_within_save(step, number, killable(workspace, tmp_path / "run", launcher), tmp_path / "run")

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.faults.driving import RECIPE, command, run, zero
-from tests.invariants.launching import ROOT
+from tests.faults.driving import command, mostly_faults, run_poisoned, steps_of, zero
 
 
 # Each rank counts its passes, two per step.
@@ -25,23 +24,14 @@ CASES = {
 pytestmark = [pytest.mark.slow]
 
 
-def poisoned(workspace, output_dir, launcher, arguments, poison):
-    words = command(workspace, output_dir, *arguments, launcher=launcher)
-    words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
-    return run(words, POISON=poison, PYTHONPATH=str(ROOT))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("gradient", "loss, DDP") else pytest.mark.faults) for n in CASES]
-)
+@pytest.mark.parametrize("name", mostly_faults(CASES, "gradient", "loss, DDP"))
 def test_the_run_stops_before_the_update(name, workspace, tmp_path):
     launcher, arguments, poison = CASES[name]
-    result = poisoned(workspace, tmp_path / "run", launcher, arguments, poison)
+    result = run_poisoned(command(workspace, tmp_path / "run", *arguments, launcher=launcher), poison)
     # torchrun always ends with 1, and prints the status of each rank.
     status = result.returncode == 65 or (launcher == "torchrun" and result.stdout.count("exitcode  : 65") == 2)
     named = re.search(r"^The .* in step 5\. The run stopped before", result.stdout, re.MULTILINE) is not None
-    survived = status and named and not (tmp_path / "run/checkpoint-6").exists()
-    assert survived, result.stdout[-3000:]
+    assert status and named and not (tmp_path / "run/checkpoint-6").exists(), result.stdout[-3000:]
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert re.search(r"stopped: after step \d+: The ", page) and "--resume_from_checkpoint auto</pre>" in page
-    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert steps_of(tmp_path / "run") == [2, 4]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.faults.driving import STEPS, command, run, start, wait_for, zero
+from tests.faults.driving import STEPS, command, mostly_faults, run, start, steps_of, wait_for, zero
 
 
 WAYS = {
@@ -49,14 +49,10 @@ def interrupted(reference, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "step"),
-    [
-        pytest.param(way, step, marks=() if (way, step) in QUICK else pytest.mark.faults, id=f"{way}-{step}")
-        for way in WAYS
-        for step in STEPS_OF.get(way, (2, 4, 6))
-    ],
+    "case", mostly_faults([(way, step) for way in WAYS for step in STEPS_OF.get(way, (2, 4, 6))], *QUICK)
 )
-def test_bit_for_bit(way, step, interrupted, ends_like):
+def test_bit_for_bit(case, interrupted, ends_like):
+    way, step = case
     launcher, arguments = WAYS[way]
     output_dir = interrupted(step, launcher, *arguments)
     ends_like(output_dir, launcher, *arguments)
@@ -74,7 +70,7 @@ def test_the_best_model_at_the_end(sharding, workspace, tmp_path):
     words = command(workspace, output_dir, *arguments, *sharding, "--save_total_limit", "1", launcher="torchrun")
     result = run(words)
     assert result.returncode == 0 and "Could not locate the best model" not in result.stdout, result.stdout[-3000:]
-    assert {path.name for path in output_dir.glob("checkpoint-*")} == {"checkpoint-2"}
+    assert steps_of(output_dir) == [2]
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     evaluations = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert evaluations[-1] == evaluations[0] != evaluations[-2]
@@ -101,3 +97,24 @@ def test_one_process_resumes_a_run_of_two(interrupted, workspace, reference):
     result = run(command(workspace, output_dir, "--resume_from_checkpoint", "auto", *arguments))
     assert result.returncode == 0 and "was saved by 2 process(es)" in result.stdout, result.stdout[-3000:]
     assert losses(output_dir) == pytest.approx(losses(reference("torchrun", *arguments)), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        ("torchrun", []),
+        ("torchrun", ["--fsdp_size", "2"]),
+        ("deepspeed", zero(2)),
+        ("deepspeed", [*zero(3), "--optim_preset", "adamw"]),
+    ],
+)
+def test_a_new_learning_rate_takes_effect_under_every_launcher(launcher, arguments, workspace, interrupted):
+    """With a rate of 0, no optimizer changes the weights."""
+    output_dir = interrupted(6, launcher, *arguments)
+    before = load_file(output_dir / "checkpoint-6/model.safetensors")
+    flags = ["--learning_rate", "0", "--allow_inexact_resume", "--resume_from_checkpoint", "auto"]
+    result = run(command(workspace, output_dir, *arguments, *flags, launcher=launcher))
+    assert result.returncode == 0, result.stdout[-3000:]
+    after = load_file(output_dir / f"checkpoint-{STEPS}/model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

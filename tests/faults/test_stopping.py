@@ -13,12 +13,24 @@ import pytest
 
 from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.runtime.writing import LOCK_NAME, release_lock, take_lock
-from tests.faults.driving import RECIPE, Stopwatch, command, final_bits, ranks, run, start, wait_for, zero
-from tests.invariants.launching import ROOT
+from tests.faults.driving import (
+    Stopwatch,
+    command,
+    final_bits,
+    mostly_faults,
+    ranks,
+    run,
+    run_poisoned,
+    start,
+    steps_of,
+    wait_for,
+    zero,
+)
 from tests.toys import write_jsonl
 
 
 LONG = ["--max_steps", "20000", "--save_steps", "20"]
+FLAGS = {"torchrun": [], "deepspeed": zero(2), "accelerate:ddp": ["--use_cpu"]}
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -32,19 +44,15 @@ def harm(workspace, tmp_path):
 
     def act(action, launcher: str, *arguments: str):
         output_dir = tmp_path / "run"
-        words = command(workspace, output_dir, *LONG, *arguments, launcher=launcher.split()[0])
-        if "max-restarts" in launcher:
-            words[1:1] = ["--max-restarts", "1"]
         watch = Stopwatch()
-        with start(words) as process:
+        with start(command(workspace, output_dir, *LONG, *arguments, launcher=launcher)) as process:
             wait_for(lambda: list(output_dir.glob("checkpoint-*")), process)
             found = ranks(process)
             watch.begin()
             action(process, found)
             output, _ = process.communicate(timeout=500)
             seconds = watch.seconds()
-        steps = sorted(int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*"))
-        return process.returncode, output, seconds, steps
+        return process.returncode, output, seconds, steps_of(output_dir)
 
     return act
 
@@ -86,18 +94,11 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("SIGTERM", "SIGTERM to ranks 0.2 s apart") else pytest.mark.faults)
-        for name in SIGNALS
-    ],
-)
+@pytest.mark.parametrize("name", mostly_faults(SIGNALS, "SIGTERM", "SIGTERM to ranks 0.2 s apart"))
 def test_a_signal_stops_at_a_step_with_a_checkpoint(name, harm):
     launcher, arguments, action, status = SIGNALS[name]
     returncode, output, seconds, steps = harm(action, launcher, *arguments)
-    survived = returncode == status and "Stopped by SIG" in output and seconds < 10
-    assert survived, (returncode, seconds, output[-3000:])
+    assert returncode == status and "Stopped by SIG" in output and seconds < 10, (returncode, seconds, output[-3000:])
     assert f"after step {steps[-1]}" in output
     if action is to_all_with_skew:
         assert output.count("exitcode  : 143") == 2
@@ -132,22 +133,25 @@ def test_after_a_signal_during_preparation_the_run_can_start_again(workspace, tm
         output, _ = process.communicate(timeout=500)
     assert process.returncode == -signal.SIGTERM and "step 1/2" not in output, output[-3000:]
     result = run(words, HF_HOME=str(tmp_path / "cache"))
-    survived = result.returncode == 0 and not find_damage(tmp_path / "run/checkpoint-2")
-    assert survived, result.stdout[-3000:]
+    assert result.returncode == 0 and not find_damage(tmp_path / "run/checkpoint-2"), result.stdout[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "arguments"),
-    [
-        ("torchrun", []),
-        pytest.param("deepspeed", zero(2), marks=pytest.mark.faults),
-        pytest.param("accelerate:ddp", ["--use_cpu"], marks=pytest.mark.faults),
-    ],
-)
-def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, arguments, workspace, tmp_path):
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_ranks_whose_launcher_is_killed_while_they_start_end(seconds, workspace, tmp_path):
+    with start(command(workspace, tmp_path / "run", *LONG, launcher="torchrun")) as process:
+        wait_for(lambda: len(ranks(process)) == 2, process)
+        found = ranks(process)
+        time.sleep(seconds)
+        process.kill()
+        _, alive = psutil.wait_procs(found, timeout=60)
+    assert not alive
+
+
+@pytest.mark.parametrize("launcher", mostly_faults(["torchrun", "deepspeed", "accelerate:ddp"], "torchrun"))
+def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, workspace, tmp_path):
     """Until the ranks have ended, no other run may use their directory."""
     output_dir, watch = tmp_path / "run", Stopwatch()
-    with start(command(workspace, output_dir, *LONG, *arguments, launcher=launcher)) as process:
+    with start(command(workspace, output_dir, *LONG, *FLAGS[launcher], launcher=launcher)) as process:
         wait_for(lambda: list(output_dir.glob("checkpoint-*")), process)
         found = ranks(process)
         process.kill()
@@ -157,37 +161,27 @@ def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, arguments, works
         gone, alive = psutil.wait_procs(found, timeout=500)
         seconds = watch.seconds()
         output, _ = process.communicate(timeout=500)
-    survived = not alive and seconds < 10 and "Stopped by SIGTERM" in output
-    assert survived, (seconds, output[-3000:])
-    newest = max(int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*"))
+    assert not alive and seconds < 10 and "Stopped by SIGTERM" in output, (seconds, output[-3000:])
+    *_, newest = steps_of(output_dir)
     assert f"after step {newest}" in output and not find_damage(output_dir / f"checkpoint-{newest}")
     take_lock(output_dir / LOCK_NAME)
     release_lock(output_dir / LOCK_NAME)
 
 
-@pytest.mark.parametrize(
-    ("launcher", "arguments"),
-    [
-        ("torchrun", []),
-        pytest.param("deepspeed", zero(2), marks=pytest.mark.faults),
-    ],
-)
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.faults), 1])
-def test_a_rank_that_dies_ends_the_others(launcher, arguments, rank, harm):
-    returncode, output, seconds, _ = harm(
-        lambda process, found: found[rank].send_signal(signal.SIGKILL), launcher, *arguments
-    )
-    survived = returncode != 0 and seconds < 30
-    assert survived, (returncode, seconds, output[-3000:])
+@pytest.mark.parametrize("launcher", mostly_faults(["torchrun", "deepspeed"], "torchrun"))
+@pytest.mark.parametrize("rank", mostly_faults([0, 1], 1))
+def test_a_rank_that_dies_ends_the_others(launcher, rank, harm):
+    kill = lambda process, found: found[rank].send_signal(signal.SIGKILL)  # noqa: E731
+    returncode, output, seconds, _ = harm(kill, launcher, *FLAGS[launcher])
+    assert returncode != 0 and seconds < 30, (returncode, seconds, output[-3000:])
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(("launcher", "arguments"), [("torchrun", []), ("deepspeed", zero(2))])
-def test_a_rank_that_hangs_ends_the_others(launcher, arguments, harm):
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_rank_that_hangs_ends_the_others(launcher, harm):
     """This takes the timeout of 5 seconds, and 30 until a launcher kills a frozen rank."""
-    returncode, output, seconds, _ = harm(to_one(signal.SIGSTOP), launcher, *arguments, "--ddp_timeout", "5")
-    survived = returncode != 0 and seconds < 60
-    assert survived, (returncode, seconds, output[-3000:])
+    returncode, output, seconds, _ = harm(to_one(signal.SIGSTOP), launcher, *FLAGS[launcher], "--ddp_timeout", "5")
+    assert returncode != 0 and seconds < 60, (returncode, seconds, output[-3000:])
 
 
 def test_torchrun_restarts_a_run_after_a_rank_dies(workspace, reference, tmp_path):
@@ -195,8 +189,7 @@ def test_torchrun_restarts_a_run_after_a_rank_dies(workspace, reference, tmp_pat
     output_dir = tmp_path / "run"
     words = command(workspace, output_dir, "--save_total_limit", "9", launcher="torchrun")
     words[1:1] = ["--max-restarts", "1"]
-    words[words.index(RECIPE)] = str(ROOT / "tests/faults/poisoned.py")
     # A step has two passes.
-    result = run(words, POISON="kill:11:1", PYTHONPATH=str(ROOT))
-    survived = result.returncode == 0 and final_bits(output_dir) == final_bits(reference("torchrun"))
-    assert survived and f"Resuming from {output_dir / 'checkpoint-4'}" in result.stdout, result.stdout[-4000:]
+    result = run_poisoned(words, "kill:11:1")
+    assert result.returncode == 0 and f"Resuming from {output_dir / 'checkpoint-4'}" in result.stdout, result.stdout
+    assert final_bits(output_dir) == final_bits(reference("torchrun"))

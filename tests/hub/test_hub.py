@@ -5,13 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard
 from safetensors.torch import load, load_file
 
 from hf_pretrain import MiniMindForCausalLM
@@ -19,10 +20,10 @@ from hf_pretrain.model.configuration_minimind import CODE_FILES
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.weight_files import resolve
 from tests.faults.driving import wait_for
-from tests.hub_server import TOKEN, HubServer, Repo
-from tests.invariants.launching import ROOT, cpu_environment, launcher_command, process_options, start
+from tests.hub_server import TOKEN, HubServer, Repo, connect
+from tests.invariants.launching import ROOT, launcher_command, process_options, start
+from tests.models import GOLDEN
 from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
-from tests.weights.test_conversion import GOLDEN
 
 
 CODE = set(CODE_FILES)
@@ -30,51 +31,44 @@ WEIGHTS = {"config.json", "generation_config.json", "model.safetensors", "README
 MODEL = WEIGHTS | CODE
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 CHECKPOINT = {"optimizer.pt", "scheduler.pt", "trainer_state.json", "model.safetensors", "config.json"}
-CONSTANT = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+CONSTANT = "--lr_scheduler_type constant --warmup_steps 0"
+PUSH = "--push_to_hub --hub_model_id toy"
+SAVE = "--save_strategy steps --save_steps 1"
 
 
 @pytest.fixture
-def server() -> Iterator[HubServer]:
-    with HubServer() as hub:
-        yield hub
-
-
-@pytest.fixture
-def environment(server) -> dict[str, str]:
-    return server.client_environment()
+def environment(hub) -> dict[str, str]:
+    return hub.client_environment()
 
 
 @pytest.fixture
 def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:  # noqa: F811
     """Return a function that runs the recipe on toy data through a launcher."""
 
-    def run_recipe(*arguments: str, launcher: str = "python", output_dir: str = "run", **extra: str):
-        command = [*launcher_command(launcher), RECIPE, *toy_arguments(workspace, ""), *arguments]
-        command += ["--output_dir", str(tmp_path / output_dir)]
-        return start(command, **environment | extra)
+    def run_recipe(words: str, *, launcher: str = "python", output_dir: str = "run"):
+        command = [*launcher_command(launcher), RECIPE, *toy_arguments(workspace, ""), *words.split()]
+        result = start([*command, "--output_dir", str(tmp_path / output_dir)], **environment)
+        assert result.returncode == 0, result.stdout[-4000:]
+        return result
 
     return run_recipe
 
 
 @pytest.fixture
-def publish(server, monkeypatch, tmp_path) -> Callable[..., None]:
+def publish(hub, monkeypatch, tmp_path) -> Callable[..., None]:
     """Return a function that puts a repository on this process's Hub."""
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    connect(monkeypatch, hub.endpoint, str(tmp_path / "cache"))
 
     def publish_files(name: str, files: dict[str, str | bytes]) -> None:
-        server.repos[f"user/{name}"] = Repo(private=False)
+        hub.repos[f"user/{name}"] = Repo(private=False)
         encoded = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
-        server.repos[f"user/{name}"].commit("all", encoded)
+        hub.repos[f"user/{name}"].commit("all", encoded)
 
     return publish_files
 
 
-def files_of(server: HubServer, repo_id: str = "user/toy") -> set[str]:
-    return set(server.repos[repo_id].files) - {".gitattributes"}
+def files_of(hub: HubServer, repo_id: str = "user/toy") -> set[str]:
+    return set(hub.repos[repo_id].files) - {".gitattributes"}
 
 
 PULL = """
@@ -99,93 +93,80 @@ AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
 def pull_logits(repo_id: str, environment: dict[str, str], tmp_path: Path) -> torch.Tensor:
     home = {"HF_HOME": str(tmp_path / "another_home")}
     command = [sys.executable, "-c", PULL, repo_id, str(tmp_path / "logits.pt"), str(tmp_path / "again")]
-    result = subprocess.run(
-        command, cwd=tmp_path, env=cpu_environment(**environment | home), capture_output=True, text=True, timeout=500
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = start(command, cwd=tmp_path, fresh=True, **environment | home)
+    assert result.returncode == 0, result.stdout[-3000:]
     assert {path.name for path in (tmp_path / "again").iterdir()} >= CODE
     return torch.load(tmp_path / "logits.pt")
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_processes_push_and_anybody_loads(run, server, environment, tmp_path):
-    result = run(
-        *("--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint", "--hub_private_repo", "true"),
-        *("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "1", "--report_to", "tensorboard"),
-        launcher="torchrun",
-    )
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert f"Hub                {server.endpoint}/user/toy\n" in result.stdout
-    repo = server.repos["user/toy"]
+def test_two_processes_push_and_anybody_loads(run, hub, environment, tmp_path):
+    words = f"{PUSH} --hub_strategy checkpoint --hub_private_repo true {SAVE} --save_total_limit 1"
+    result = run(f"{words} --report_to tensorboard", launcher="torchrun")
+    assert f"Hub                {hub.endpoint}/user/toy\n" in result.stdout
+    repo = hub.repos["user/toy"]
     assert repo.private
-    assert files_of(server) >= MODEL | TOKENIZER | {"trainer_state.json"}
-    whole = {path.removeprefix("checkpoint-2/") for path in files_of(server) if path.startswith("checkpoint-")}
+    assert files_of(hub) >= MODEL | TOKENIZER | {"trainer_state.json"}
+    whole = {path.removeprefix("checkpoint-2/") for path in files_of(hub) if path.startswith("checkpoint-")}
     assert whole >= CHECKPOINT | {"rng_state_0.pth", "rng_state_1.pth"}
     assert json.loads(repo.files["checkpoint-2/trainer_state.json"])["global_step"] == 2
     # --hub_strategy asks for the optimizer state as part of a checkpoint, so it must not be anywhere else.
-    assert not [path for path in files_of(server) - {f"checkpoint-2/{name}" for name in whole} if ".pt" in path]
+    assert not [path for path in files_of(hub) - {f"checkpoint-2/{name}" for name in whole} if ".pt" in path]
 
     local = MiniMindForCausalLM.from_pretrained(tmp_path / "run")
     logits = local(torch.arange(20)[None]).logits
     torch.testing.assert_close(pull_logits("user/toy", environment, tmp_path), logits, rtol=0, atol=1e-6)
 
     # No byte except the Authorization header, and no file, has the token. No file has Trainer's pickled arguments.
-    received = server.bytes_received()
+    received = hub.bytes_received()
     assert len(received) > 100_000 and b"rms_norm_eps" in received
-    assert any(TOKEN in request.headers.get("authorization", "") for request in server.requests)
+    assert any(TOKEN in request.headers.get("authorization", "") for request in hub.requests)
     assert TOKEN.encode() not in received and TOKEN not in result.stdout
     folders = (tmp_path / "run", Path(environment["HF_HOME"]))
     paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(paths) > 20 and any("events" in path.name for path in paths)
     assert not [path for path in paths if TOKEN.encode() in path.read_bytes()]
-    assert not [path for path in [*files_of(server), *map(str, paths)] if "training_args" in path]
+    assert not [path for path in [*files_of(hub), *map(str, paths)] if "training_args" in path]
     assert not list((tmp_path / "run").glob(".hub-*"))
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_zero2_checkpoints_travel(run, server, tmp_path):
+def test_zero2_checkpoints_travel(run, hub, tmp_path):
     """Push DeepSpeed's shards of both ranks."""
-    zero2 = ["--deepspeed", str(ROOT / "ds_configs/zero2.json"), "--save_strategy", "steps", "--save_steps", "1"]
-    pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
-    result = run(*zero2, *pushing, *CONSTANT, launcher="deepspeed")
-    assert result.returncode == 0, result.stdout[-4000:]
+    zero2 = f"--deepspeed {ROOT}/ds_configs/zero2.json"
+    result = run(f"{zero2} {SAVE} {PUSH} --hub_strategy checkpoint {CONSTANT}", launcher="deepspeed")
     # DeepSpeed itself does not remove its buffers. The names of this run's buffers hold its port.
     port = result.args[result.args.index("--master_port") + 1]
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-    shards = {path for path in files_of(server) if path.startswith("checkpoint-2/global_step")}
+    shards = {path for path in files_of(hub) if path.startswith("checkpoint-2/global_step")}
     assert {path.split("/")[1] for path in shards} == {"global_step2"}
     assert sum("optim_states" in path for path in shards) == 2
-    assert not [path for path in files_of(server) if path.startswith("zero_to")]
-    assert "deepspeed, DeepSpeed ZeRO-2" in server.repos["user/toy"].files["README.md"].decode()
+    assert not [path for path in files_of(hub) if path.startswith("zero_to")]
+    assert "deepspeed, DeepSpeed ZeRO-2" in hub.repos["user/toy"].files["README.md"].decode()
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_model_sharded_by_fsdp_has_our_code(run, server):
+def test_a_model_sharded_by_fsdp_has_our_code(run, hub):
     """FSDP2 replaces the model's class by one of torch's."""
-    arguments = ["--fsdp_size", "2", "--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end"]
-    result = run(*arguments, launcher="torchrun")
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert files_of(server) == MODEL | TOKENIZER | {"trainer_state.json"}
-    assert json.loads(server.repos["user/toy"].files["config.json"])["architectures"] == ["MiniMindForCausalLM"]
+    run(f"--fsdp_size 2 {PUSH} --hub_strategy end", launcher="torchrun")
+    assert files_of(hub) == MODEL | TOKENIZER | {"trainer_state.json"}
+    assert json.loads(hub.repos["user/toy"].files["config.json"])["architectures"] == ["MiniMindForCausalLM"]
 
 
 @pytest.mark.slow
-def test_every_checkpoint_is_pushed(run, server):
+def test_every_checkpoint_is_pushed(run, hub):
     # Each push lasts longer than the checkpoint, which the next one rotates away.
-    server.preupload_seconds = 0.7
-    arguments = ["--push_to_hub", "--hub_model_id", "user/toy", "--hub_strategy", "all_checkpoints"]
-    arguments += ["--hub_always_push", "true", "--save_strategy", "steps", "--save_steps", "1"]
-    arguments += ["--max_steps", "3", "--save_total_limit", "1"]
-    result = run(*arguments)
-    assert result.returncode == 0 and "failed" not in result.stdout.lower(), result.stdout[-4000:]
-    repo = server.repos["user/toy"]
-    folders = {path.split("/")[0] for path in files_of(server) if "/" in path}
+    hub.preupload_seconds = 0.7
+    words = f"{PUSH} --hub_strategy all_checkpoints --hub_always_push true {SAVE} --max_steps 3 --save_total_limit 1"
+    assert "failed" not in run(words).stdout.lower()
+    repo = hub.repos["user/toy"]
+    folders = {path.split("/")[0] for path in files_of(hub) if "/" in path}
     steps = [1, 2, 3]
     assert folders == {f"checkpoint-{step}" for step in steps}
-    assert files_of(server) >= MODEL | TOKENIZER
+    assert files_of(hub) >= MODEL | TOKENIZER
     assert [message for _, message in repo.commits[1:]] == [*(f"Step {step}" for step in steps), "End of training"]
     final = load(repo.files["model.safetensors"])
     for step, (sha, _) in zip(steps, repo.commits[1:], strict=False):
@@ -198,15 +179,13 @@ def test_every_checkpoint_is_pushed(run, server):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment, tmp_path):  # noqa: F811
+def test_a_second_signal_ends_the_wait_for_a_push(workspace, hub, environment, tmp_path):  # noqa: F811
     """The first signal is SIGHUP, as when an ssh session closes."""
     # Longer than the test waits.
-    server.preupload_seconds = 300
-    command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), "--push_to_hub", "--hub_model_id", "user/toy"]
-    command += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "100000", "--save_total_limit", "2"]
-    with subprocess.Popen(
-        [*command, "--output_dir", str(tmp_path / "run")], **process_options(**environment)
-    ) as process:
+    hub.preupload_seconds = 300
+    words = f"{PUSH} {SAVE} --max_steps 100000 --save_total_limit 2 --output_dir {tmp_path}/run"
+    command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), *words.split()]
+    with subprocess.Popen(command, **process_options(**environment)) as process:
         assert wait_for(lambda: list((tmp_path / "run").glob("checkpoint-*")), process), process.stdout.read()
         process.send_signal(signal.SIGHUP)
         # The second signal counts from two seconds after the process has handled the first.
@@ -218,46 +197,42 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, server, environment
     assert process.returncode == 128 + signal.SIGHUP, output[-3000:]
     assert "Stopped by SIGHUP" in output and "was cancelled" in output
     # The process did not wait for the uploading threads either: they would have ended with a commit.
-    assert not [message for _, message in server.repos["user/toy"].commits if message.startswith("Step")]
+    assert not [message for _, message in hub.repos["user/toy"].commits if message.startswith("Step")]
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @pytest.mark.slow
-def test_a_run_resumes_from_the_hub(run, server, tmp_path):
+def test_a_run_resumes_from_the_hub(run, hub, tmp_path):
     """Another machine resumes the run and ends with the same bits as an uninterrupted run."""
-    saving = ["--save_strategy", "steps", "--save_steps", "2", *CONSTANT]
-    assert run("--max_steps", "4", *saving, output_dir="whole").returncode == 0
-    pushing = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "checkpoint"]
-    assert run("--max_steps", "2", *saving, *pushing, output_dir="first").returncode == 0
-    (repo,) = server.repos.values()
+    saving = f"--save_strategy steps --save_steps 2 {CONSTANT}"
+    run(f"--max_steps 4 {saving}", output_dir="whole")
+    run(f"--max_steps 2 {saving} {PUSH} --hub_strategy checkpoint", output_dir="first")
+    (repo,) = hub.repos.values()
     for name in (name for name in repo.files if name.startswith("checkpoint-")):
         (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "second" / name).write_bytes(repo.files[name])
     # A kill in the middle of a push leaves such a directory.
     (tmp_path / "second/.hub-old/checkpoint-2").mkdir(parents=True)
-    result = run("--max_steps", "4", *saving, "--resume_from_checkpoint", "auto", output_dir="second")
-    assert result.returncode == 0, result.stdout[-4000:]
+    result = run(f"--max_steps 4 {saving} --resume_from_checkpoint auto", output_dir="second")
     assert "Resuming from" in result.stdout and "checkpoint-2." in result.stdout
     whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
     assert all(torch.equal(whole[name], second[name]) for name in whole)
     assert not list((tmp_path / "second").glob(".hub-*"))
 
 
-def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, server, input_ids):
+def test_one_file_of_a_repository_is_named_and_no_other_is_downloaded(publish, hub, input_ids):
     golden = GOLDEN / "C_dense"
     content = (golden / "weights.pth").read_bytes()
     files = {"config.json": (golden / "config.json").read_bytes(), "full_sft_32.pth": content, "pretrain_32.pth": b"x"}
     publish("several", files | {"out/full_sft_32.pth": content, "dataset.json": "{}"})
     with pytest.raises(ValueError, match=r"several files of weights.*such as user/several:"):
         load_upstream("user/several")
-    assert not [request.path for request in server.requests if request.path.endswith(".pth")]
+    assert not [request.path for request in hub.requests if request.path.endswith(".pth")]
 
     expected = load_upstream(golden)(input_ids).logits
     assert torch.equal(load_upstream("user/several:full_sft_32.pth")(input_ids).logits, expected)
-    assert {path.name for path in resolve("user/several:full_sft_32.pth").parent.iterdir()} == {
-        "config.json",
-        "full_sft_32.pth",
-    }
+    downloaded = resolve("user/several:full_sft_32.pth").parent
+    assert {path.name for path in downloaded.iterdir()} == {"config.json", "full_sft_32.pth"}
     assert resolve("user/several:out/full_sft_32.pth").read_bytes() == content
     with pytest.raises(ValueError, match="user/several holds no file nope.pth"):
         resolve("user/several:nope.pth")
@@ -274,12 +249,9 @@ def test_a_conversion_downloads_one_format_and_no_checkpoints(publish):
 
 
 @pytest.mark.slow
-def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
-    server.fail = lambda method, path: 403 if "/commit/" in path else None
-    saving = ["--save_strategy", "steps", "--save_steps", "1"]
-    result = run("--push_to_hub", "--hub_model_id", "toy", *saving)
-    assert result.returncode == 0, result.stdout[-4000:]
-    last_line = result.stdout.strip().splitlines()[-1]
+def test_a_push_that_fails_loses_nothing(run, hub, tmp_path):
+    hub.fail = lambda method, path: 403 if "/commit/" in path else None
+    last_line = run(f"{PUSH} {SAVE}").stdout.strip().splitlines()[-1]
     assert last_line.startswith("Hub                FAILED: The push to user/toy failed: 403")
     assert f"`hf upload user/toy {tmp_path / 'run'} --include=README.md --include=" in last_line
     assert "--include=model.safetensors" in last_line and "manifest" not in last_line
@@ -287,19 +259,32 @@ def test_a_push_that_fails_loses_nothing(run, server, tmp_path):
 
     # A failed push during the run does not prevent the push at the end.
     failures = [500]
-    server.fail = lambda method, path: failures.pop() if failures and "/commit/" in path else None
-    result = run("--push_to_hub", "--hub_model_id", "toy2", *saving, output_dir="second")
-    assert result.returncode == 0, result.stdout[-4000:]
-    last_line = result.stdout.strip().splitlines()[-1]
-    assert last_line.startswith(f"Hub                {server.endpoint}/user/toy2 (1 pushes during the run failed: ")
-    assert "model.safetensors" in files_of(server, "user/toy2")
+    hub.fail = lambda method, path: failures.pop() if failures and "/commit/" in path else None
+    last_line = run(f"{PUSH}2 {SAVE}", output_dir="second").stdout.strip().splitlines()[-1]
+    assert last_line.startswith(f"Hub                {hub.endpoint}/user/toy2 (1 pushes during the run failed: ")
+    assert "model.safetensors" in files_of(hub, "user/toy2")
 
 
 @pytest.mark.slow
-def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
-    arguments = ["--push_to_hub", "--hub_model_id", "toy", "--hub_strategy", "end", "--hub_language", "en"]
-    assert run(*arguments, "--learning_rate", "3e-4").returncode == 0
-    text = server.repos["user/toy"].files["README.md"].decode()
+def test_the_model_is_saved_before_the_run_waits_for_the_hub(workspace, hub, environment, tmp_path):  # noqa: F811
+    """The Hub accepts the commit of a checkpoint and does not answer."""
+    over = threading.Event()
+    hub.fail = lambda method, path: over.wait(300) and None if "/commit/" in path else None
+    words = f"{PUSH} {SAVE} --output_dir {tmp_path}/run"
+    command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), *words.split()]
+    with subprocess.Popen(command, **process_options(**environment)) as process:
+        # Trainer writes the state last.
+        assert wait_for(lambda: list((tmp_path / "run").glob("trainer_state.json")), process), process.stdout.read()
+        assert load_file(tmp_path / "run/model.safetensors") and process.poll() is None
+        over.set()
+        output = process.stdout.read()
+    assert process.returncode == 0 and f"Hub                {hub.endpoint}/user/toy\n" in output, output[-3000:]
+
+
+@pytest.mark.slow
+def test_the_card_has_the_metrics_of_the_run(run, hub, tmp_path):
+    run(f"{PUSH} --hub_strategy end --hub_language en --learning_rate 3e-4")
+    text = hub.repos["user/toy"].files["README.md"].decode()
     data = ModelCard(text).data
     # The run has no --hub_license.
     assert (data.license, data.language, data.to_dict()["library_name"]) == (None, ["en"], "transformers")
@@ -311,9 +296,7 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
     assert results["loss"] == pytest.approx(evaluation["eval_loss"], abs=1e-6)
     assert f"| validation loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
     assert f"| tokens seen | {state['num_input_tokens_seen']:,} |" in text
-    assert re.search(
-        r"- Training: \d+ documents, [\d,]+ tokens in \d+ sequences, .*\n- Validation: \d+ documents, ", text
-    )
+    assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ .*\n- Validation: \d+ documents, ", text)
     parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
     assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
@@ -323,25 +306,17 @@ def test_the_card_has_the_metrics_of_the_run(run, server, tmp_path):
 
 
 @pytest.mark.slow
-def test_conversions_are_pushed(server, environment, tmp_path):
+def test_conversions_are_pushed(hub, environment, tmp_path):
     command = [sys.executable, str(ROOT / "recipes/convert.py"), "--from", str(GOLDEN / "C_dense"), "--push"]
     options = ["--to", str(tmp_path / "toy"), "--format", "qwen3", "--dtype", "float16", "--hub_license", "mit"]
     result = start([*command, *options, "--hub_private_repo"], **environment)
     assert result.returncode == 0, result.stdout[-4000:]
-    assert f"Pushed to {server.endpoint}/user/toy" in result.stdout
-    assert server.repos["user/toy"].private
-    assert files_of(server) == WEIGHTS
-    text = server.repos["user/toy"].files["README.md"].decode()
+    assert f"Pushed to {hub.endpoint}/user/toy" in result.stdout
+    assert hub.repos["user/toy"].private
+    assert files_of(hub) == WEIGHTS
+    text = hub.repos["user/toy"].files["README.md"].decode()
     difference = result.stdout.split("largest logit difference on 8 rows ")[1].split()[0]
     assert float(difference) > 1e-4
     assert f"qwen3, float16: read back; largest logit difference on 8 rows {difference}" in text
     assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
     assert "This repository holds no tokenizer" in text
-
-    # Import the model from the Hub again.
-    back = ["--from", "user/toy", "--to", str(tmp_path / "back"), "--format", "upstream"]
-    result = start([*command[:2], *back], **environment)
-    assert result.returncode == 0, result.stdout[-4000:]
-    weights = torch.load(tmp_path / "back/full_sft_32.pth")
-    expected = torch.load(GOLDEN / "C_dense/weights.pth")
-    assert all(torch.equal(weights[name], tensor.half()) for name, tensor in expected.items())

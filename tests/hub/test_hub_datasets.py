@@ -2,9 +2,7 @@
 
 import io
 import json
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +11,7 @@ import pytest
 
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, start
+from tests.toys import write_jsonl
 
 
 TEXTS = ["one horse walks over the long bridge", "two dogs sleep under the old tree", "three crows sit on a stone"]
@@ -43,32 +42,14 @@ def numbered(*texts: str | None) -> bytes:
     return parquet(*({"number": number, "text": text} for number, text in enumerate(texts)))
 
 
-def lines(*records: dict) -> bytes:
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        chats = parquet({"conversations": CHAT}, {"conversations": CHAT[:1]})
-        repo = server.repos["user/table"] = Repo(private=False)
-        repo.commit(
-            "first",
-            {
-                "README.md": CARD,
-                "text.parquet": numbered(OLD),
-                "test.parquet": numbered("never read"),
-                "chats.parquet": chats,
-            },
-        )
-        files = {
-            "text.parquet": numbered(TEXTS[0], None, *TEXTS[1:], TEXTS[0]),
-            "test.parquet": numbered("never read"),
-        }
-        repo.commit("second", {"README.md": CARD, "chats.parquet": chats, **files})
-        other = server.repos["user/lines"] = Repo(private=False)
-        other.commit("only", {"data.jsonl": lines(*({"body": text} for text in TEXTS))})
-        yield server
+def hub(hub) -> HubServer:
+    chats = parquet({"conversations": CHAT}, {"conversations": CHAT[:1]})
+    repo = hub.repos["user/table"] = Repo(private=False)
+    files = {"README.md": CARD, "test.parquet": numbered("never read"), "chats.parquet": chats}
+    repo.commit("first", files | {"text.parquet": numbered(OLD)})
+    repo.commit("second", files | {"text.parquet": numbered(TEXTS[0], None, *TEXTS[1:], TEXTS[0])})
+    return hub
 
 
 @pytest.fixture
@@ -139,7 +120,7 @@ from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 args = LMTrainingArguments(output_dir=".", use_cpu=True)
 data = ChatArguments(dataset_name=[sys.argv[1]], eval_dataset_name=sys.argv[2:])
-train, validation = data.load_documents(args)
+train, validation = data.load_sets(args)
 print(json.dumps([list(train["text"]), {name: list(part["text"]) for name, part in validation.items()}]))
 """
 
@@ -160,17 +141,9 @@ def test_splits_are_training_and_validation_data(hub, data, tmp_path):
     assert code == 2 and "train_sft" in output, output
 
 
-def test_a_table_of_lines_is_inspected(hub, data):
-    code, output = data("inspect", "user/lines", "--text_column", "body", "--show", "9")
-    assert code == 0, output
-    assert re.search(r"^Records +3 texts, ", output, re.MULTILINE)
-    for row, text in enumerate(TEXTS, start=1):
-        assert f"--- user/lines:{row}\n<|im_start|>{text}<|im_end|>\n" in output
-
-
 def test_a_revision_has_its_own_rows_and_holds_out_text(hub, data, tmp_path):
     first = hub.repos["user/table"].commits[0][0]
-    (tmp_path / "held_out.jsonl").write_bytes(lines(*({"text": text} for text in TEXTS)))
+    write_jsonl(tmp_path / "held_out.jsonl", TEXTS)
     code, output = data("clean", "user/table", f"user/table@{first}", "--held_out", "held_out.jsonl")
     assert code == 0, output
     assert [row["text"] for row in read_lines(tmp_path / "clean.jsonl")] == [OLD]

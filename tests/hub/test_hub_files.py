@@ -1,39 +1,30 @@
 """Single files of dataset repositories, over HTTP from the loopback Hub."""
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from huggingface_hub import constants
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.hub_datasets import parse_hub_file
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.names import DatasetName
-from tests.hub_server import HubServer, Repo
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.weights.weight_files import resolve
+from tests.hub_server import Repo, connect
 
 
 @pytest.fixture
 def repo(hub, monkeypatch, tmp_path) -> Repo:
     """A repository like MiniMind's: files with different columns, in two commits."""
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    connect(monkeypatch, hub.endpoint, str(tmp_path / "cache"))
     repo = hub.repos["user/data"] = Repo(private=False)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    files = {
-        "pretrain_hq.jsonl": lines({"text": "old"}),
-        "sft/mini.jsonl": lines({"conversations": chat}),
-        "README.md": b"# data",
-    }
-    repo.commit("first", files)
+    files = {"sft/mini.jsonl": lines({"conversations": chat}), "README.md": b"# data"}
+    repo.commit("first", files | {"pretrain_hq.jsonl": lines({"text": "old"})})
     repo.commit("second", files | {"pretrain_hq.jsonl": lines({"text": "one"}, {"text": "two"}, {"txt": "bad"})})
     return repo
 
@@ -54,10 +45,7 @@ def texts(name: str, **arguments) -> list[str]:
         ("a/b:d/c.jsonl.gz@v1", DatasetName("a/b", "d/c.jsonl.gz", "v1")),
         # The Hub's own branches have names with slashes.
         ("a/b:c.jsonl@refs/pr/3", DatasetName("a/b", "c.jsonl", "refs/pr/3")),
-        ("a/b:config", None),
-        ("a/b", None),
-        ("my/data.jsonl", None),
-        ("embedded:chatterbot", None),
+        *((name, None) for name in ("a/b:config", "a/b", "my/data.jsonl", "embedded:chatterbot")),
     ],
 )
 def test_names_of_files(name, expected):
@@ -95,10 +83,41 @@ def test_a_refused_download_names_the_login(repo, hub, status, name):
 @pytest.mark.parametrize("is_offline", [False, True])
 def test_without_a_connection_the_cache_answers(repo, hub, monkeypatch, is_offline):
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     # Nothing listens at port 9.
-    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
-        monkeypatch.setattr(constants, name, getattr(constants, name).replace(hub.endpoint, "http://127.0.0.1:9"))
+    connect(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     with pytest.raises(ValueError, match="cannot be downloaded: .*(refused|offline mode)"):
         texts("user/data:sft/mini.jsonl")
+
+
+class LoginPage(BaseHTTPRequestHandler):
+    """The answer of a network that asks for a login first."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else b"<html>Log in</html>")
+
+    do_HEAD = do_GET
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, resolve])
+def test_a_hub_that_answers_html_is_named(load, monkeypatch):
+    server = HTTPServer(("127.0.0.1", 0), LoginPage)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    connect(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+    try:
+        with pytest.raises(UserError, match="user/x.* is neither a .*directory here nor a "):
+            load("user/x")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, capsys):
+    connect(monkeypatch, "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="neither a directory here nor a Hub id"):
+        load_tokenizer("user/x")
+    assert time.monotonic() - begin < 10 and "cannot be reached" in capsys.readouterr().err

@@ -25,6 +25,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def make_output(*words: str) -> str:
+    """Return what a target of the Makefile prints."""
+    command = ["make", "--no-print-directory", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
 def launcher_command(launcher: str, processes: int = 2) -> list[str]:
     """Return the command of `python`, `torchrun`, `deepspeed` or `accelerate:<name of a config file>`."""
     if launcher == "python":

@@ -3,7 +3,8 @@ Run the real pretraining recipe with an additional callback that checks the rota
 
 `DOUBLE_GRADIENT=1` doubles every gradient and leaves the losses unchanged, to show that the tests notice it.
 
-NOTE: accelerate refuses tensor parallelism on CPUs. The probe turns this check off, and torch computes it over gloo.
+NOTE: accelerate, and so this package, refuses tensor parallelism on CPUs. The probe turns both checks off, and torch
+computes it over gloo.
 """
 
 import json
@@ -17,6 +18,7 @@ from accelerate import ParallelismConfig
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.training import training_arguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.adapters import base_model_of
 
@@ -49,6 +51,7 @@ class DoubledGradientTrainer(MaskedLossTrainer):
 if __name__ == "__main__":
     transformers.trainer.DEFAULT_CALLBACKS.append(RotaryTableProbe)
     ParallelismConfig._validate_accelerator = lambda *_: None
+    training_arguments.check_device = lambda _: None
     if os.environ.get("DOUBLE_GRADIENT"):
         sys.modules["pretrain"].MaskedLossTrainer = DoubledGradientTrainer
     main(*parse_args(*ARGUMENTS))

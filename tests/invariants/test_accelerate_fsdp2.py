@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hf_pretrain import LMTrainingArguments, MaskedLossTrainer
-from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.training import training_arguments
+from tests import trainers
 from tests.toys import EXPERTS, toy_model
 
 
@@ -56,39 +56,20 @@ def make_rows(weight: float) -> list[dict]:
 
 
 def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) -> dict:
-    model = toy_model(vocab_size=160, **MODELS[name])
-    args = LMTrainingArguments(
-        output_dir=str(directory),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        **({"optim_preset": "muon"} if name == "muon" else {"optim": "sgd"}),
-        learning_rate=1e-3 if name == "muon" else 0.5,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        max_grad_norm=0,
-        logging_steps=1,
-        bf16=True,
-        use_cpu=True,
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+    arguments = {"max_steps": 3, "bf16": True}
+    if name == "muon":
+        arguments |= {"optim": None, "optim_preset": "muon", "learning_rate": 1e-3}
+    options = {"model": toy_model(vocab_size=160, **MODELS[name]), "batch": 2, "accumulation": 2}
+    trainer = trainers.make_trainer(
+        directory, make_rows(1.37), arguments=arguments, trainer_class=trainer_class, **options
     )
-    rows = make_rows(weight=1.37)
-    trainer = trainer_class(
-        model, args, DataCollatorForPackedRows(pad_token_id=0), train_dataset=rows, eval_dataset=rows
-    )
-    trainer.train()
+    steps = trainers.train(trainer)
     weights = {key: value.detach() for key, value in trainer.model.named_parameters()}
     return {
-        "steps": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "steps": steps,
         "eval_loss": trainer.evaluate()["eval_loss"],
         "sharded": sum(isinstance(value, dist.tensor.DTensor) for value in weights.values()),
-        "weights": {
-            key: value.full_tensor() if isinstance(value, dist.tensor.DTensor) else value
-            for key, value in weights.items()
-        },
+        "weights": {k: v.full_tensor() if isinstance(v, dist.tensor.DTensor) else v for k, v in weights.items()},
     }
 
 

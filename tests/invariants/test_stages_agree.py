@@ -18,6 +18,11 @@ WAYS = {
     "DDP": ("torchrun", []),
     "ZeRO-2": ("deepspeed", ["--deepspeed", str(ROOT / "ds_configs/zero2.json")]),
 }
+COMMON = (
+    "--use_cpu --bf16 false --max_length 64 --validation_fraction 0 --max_steps 5 --logging_steps 1 --optim sgd "
+    "--learning_rate 0.1 --lr_scheduler_type constant --warmup_steps 0 --max_grad_norm 0 --weight_decay 0 "
+    "--save_steps 3"
+)
 # The draws depend on the record, not on its rank.
 SFT = ["--packing", "none", "--add_system_ratio", "0.5", "--empty_think_ratio", "0.5"]
 
@@ -53,18 +58,11 @@ def launch(workspace):
             output_dir = workspace / name
             batch = ["4", "1"] if launcher == "python" else ["1", "2"]
             command = [
-                *(*launcher_command(launcher), str(ROOT / f"recipes/{recipe}.py"), "--use_cpu", "--bf16", "false"),
-                *(
-                    "--model_name_or_path",
-                    str(workspace / "moe"),
-                    "--dataset_name",
-                    str(workspace / f"{recipe}.jsonl"),
-                ),
-                *("--max_length", "64", "--validation_fraction", "0", "--max_steps", "5", "--logging_steps", "1"),
+                *(*launcher_command(launcher), str(ROOT / f"recipes/{recipe}.py"), *COMMON.split()),
+                *("--model_name_or_path", str(workspace / "moe")),
+                *("--dataset_name", str(workspace / f"{recipe}.jsonl"), "--output_dir", str(output_dir)),
                 *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
-                *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "0.1"),
-                *("--optim", "sgd", "--max_grad_norm", "0", "--weight_decay", "0", "--save_steps", "3"),
-                *("--output_dir", str(output_dir), *(SFT if recipe == "sft" else [])),
+                *(SFT if recipe == "sft" else []),
             ]
             result = start([*command, *arguments])
             assert result.returncode == 0, result.stdout[-4000:]

@@ -46,26 +46,17 @@ def test_cross_entropy_trains_the_router_of_every_preset(build_model, input_ids,
         assert layer.mlp.gate.weight.grad.abs().max() > 1e-4
 
 
-V1_NAMES = {
-    "dim": ("hidden_size", 64),
-    "n_layers": ("num_hidden_layers", 3),
-    "n_heads": ("num_attention_heads", 4),
-    "n_kv_heads": ("num_key_value_heads", 2),
-    "hidden_dim": ("intermediate_size", 96),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "max_seq_len": ("max_position_embeddings", 512),
-}
-
-
 def test_v1_names(tmp_path):
-    config = MiniMindConfig(**{alias: value for alias, (_, value) in V1_NAMES.items()})
+    values = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "norm_eps": 1e-6}
+    config = MiniMindConfig(**values, max_seq_len=512)
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     loaded = AutoConfig.from_pretrained(tmp_path)
-    for alias, (name, value) in V1_NAMES.items():
-        assert getattr(config, name) == getattr(config, alias) == value
-        assert getattr(loaded, name) == getattr(loaded, alias) == value
-        assert saved[name] == value and alias not in saved
+    names = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
+    names += ["rms_norm_eps", "max_position_embeddings"]
+    for (alias, value), name in zip((values | {"max_seq_len": 512}).items(), names, strict=True):
+        assert getattr(config, name) == getattr(config, alias) == getattr(loaded, name) == value
+        assert getattr(loaded, alias) == saved[name] == value and alias not in saved
     config.n_layers = 5
     assert config.num_hidden_layers == 5
     assert config.head_dim == 16
@@ -89,20 +80,15 @@ def test_bad_sizes_are_refused(sizes, said):
         MiniMindConfig(**sizes)
 
 
-@pytest.fixture
-def upstream_directory(build_model, tmp_path) -> Path:
-    """Return a directory in MiniMind2's layout: our `model_type`, names and shapes, but no rotary layout."""
+@pytest.mark.parametrize("loader", [AutoConfig, MiniMindConfig, AutoModelForCausalLM, MiniMindForCausalLM])
+def test_a_checkpoint_of_minimind_itself_is_refused(build_model, tmp_path, loader):
+    """MiniMind2 has our `model_type`, names and shapes, but another layout of the rotary dimensions."""
     build_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["format_version"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
-
-
-@pytest.mark.parametrize("loader", [AutoConfig, MiniMindConfig, AutoModelForCausalLM, MiniMindForCausalLM])
-def test_upstream_directory_is_refused(upstream_directory, loader):
     with pytest.raises(ValueError, match="load_upstream.*hf-pretrain convert"):
-        loader.from_pretrained(upstream_directory)
+        loader.from_pretrained(tmp_path)
 
 
 def test_newer_format_is_refused():

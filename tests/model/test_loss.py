@@ -8,12 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
 from hf_pretrain.model import loss as loss_module
-from hf_pretrain.model.loss import (
-    find_documents,
-    linear_masked_cross_entropy,
-    masked_cross_entropy,
-    router_loss,
-)
+from hf_pretrain.model.loss import find_documents, linear_masked_cross_entropy, masked_cross_entropy, router_loss
+from tests.models import Operators, assert_near, gradients, packed_positions
 
 
 def written_out_cross_entropy(logits, labels, weights) -> tuple[float, float]:
@@ -47,68 +43,52 @@ def written_out_router_loss(router_logits, documents, top_k) -> float:
 
 
 @pytest.fixture
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits (3, 10, 13), labels with gaps, and float weights, some of them zero."""
+def batch() -> tuple[torch.Tensor, ...]:
+    """Return hidden states (3, 10, 8), the weight of a head (13, 8), labels with gaps, and weights, some zero."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 10, 13, generator=generator) * 3
-    labels = torch.randint(0, 13, (3, 10), generator=generator)
-    labels[0, 6:] = -100
-    labels[1, :4] = -100
-    weights = torch.rand(3, 10, generator=generator)
+    hidden, weight = torch.randn(3, 10, 8, generator=generator), torch.randn(13, 8, generator=generator)
+    labels, weights = torch.randint(0, 13, (3, 10), generator=generator), torch.rand(3, 10, generator=generator)
+    labels[0, 6:] = labels[1, :4] = -100
     weights[2, 3:5] = 0
-    return logits, labels, weights
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, weights
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("num_items", [None, 7.5])
-def test_cross_entropy_is_the_formula(batch, weighted, num_items):
-    logits, labels, weights = batch
-    total, items = written_out_cross_entropy(logits, labels, weights if weighted else torch.ones_like(weights))
-    loss = masked_cross_entropy(
-        logits,
-        labels,
-        loss_mask=weights if weighted else None,
-        num_items_in_batch=num_items and torch.tensor(num_items),
-    )
-    assert loss.item() == pytest.approx(total / (num_items or items), rel=1e-6)
-
-
-@pytest.fixture
-def head() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden states (3, 10, 8) and the weight of a head (13, 8)."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(3, 10, 8, generator=generator), torch.randn(13, 8, generator=generator)
-
-
-@pytest.mark.parametrize("rows_at_a_time", [1, 7, 30, 100])
-@pytest.mark.parametrize("num_items", [None, 7.5])
-def test_linear_cross_entropy_is_the_formula(batch, head, rows_at_a_time, num_items, monkeypatch):
-    """Compare also the gradients, with autograd through the formula in double precision and a gradient of the loss."""
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * rows_at_a_time))
+@pytest.mark.parametrize("rows_at_a_time", [None, 1, 7, 30, 100])
+@pytest.mark.parametrize(("num_items", "is_weighted"), [(None, True), (7.5, True), (None, False)])
+def test_cross_entropy_is_the_formula(batch, rows_at_a_time, num_items, is_weighted, monkeypatch):
+    """
+    Compare also the gradients, with autograd through the formula in double precision and a gradient of the loss.
+    `None` stands for all logits at once.
+    """
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * (rows_at_a_time or 0)))
     monkeypatch.setattr(loss_module, "MIN_ROWS", 1)
-    _, labels, weights = batch
-    hidden, weight = (tensor.requires_grad_() for tensor in head)
-    loss = linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights, num_items_in_batch=num_items)
+    hidden, weight, labels, weights = batch
+    options = {"loss_mask": weights if is_weighted else None, "num_items_in_batch": num_items}
+    if rows_at_a_time is None:
+        loss = masked_cross_entropy(hidden @ weight.T, labels, **options)
+    else:
+        loss = linear_masked_cross_entropy(hidden, weight, labels, **options)
     (loss * 3).backward()
-    total, items = written_out_cross_entropy(hidden.detach() @ weight.detach().T, labels, weights)
+    weights = weights if is_weighted else torch.ones_like(weights)
+    total, items = written_out_cross_entropy((hidden @ weight.T).detach(), labels, weights)
     assert loss.item() == pytest.approx(total / (num_items or items), rel=1e-6)
 
-    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in head)
-    log_probs = (exact_hidden @ exact_weight.T).log_softmax(-1)[:, :-1]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    log_probs = (exact[0] @ exact[1].T).log_softmax(-1)[:, :-1]
     chosen = log_probs.gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
-    exact = -(chosen * weights[:, 1:] * (labels[:, 1:] != -100)).sum() / (num_items or items)
-    (exact * 3).backward()
-    for actual, expected in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
-        assert torch.linalg.vector_norm(actual - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
+    exact_loss = -(chosen * weights[:, 1:] * (labels[:, 1:] != -100)).sum() / (num_items or items)
+    (exact_loss * 3).backward()
+    for actual, expected in zip((hidden, weight), exact, strict=True):
+        assert_near(actual.grad, expected.grad, 1e-6)
 
 
-def test_linear_cross_entropy_under_autocast_equals_autocast(batch, head):
-    _, labels, weights = batch
+def test_linear_cross_entropy_under_autocast_equals_autocast(batch):
+    *inputs, labels, weights = batch
     found = []
-    for fused in (False, True):
-        hidden, weight = (tensor.clone().requires_grad_() for tensor in head)
+    for is_fused in (False, True):
+        hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in inputs)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            if fused:
+            if is_fused:
                 loss = linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights)
             else:
                 loss = masked_cross_entropy(torch.nn.functional.linear(hidden, weight), labels, loss_mask=weights)
@@ -120,11 +100,32 @@ def test_linear_cross_entropy_under_autocast_equals_autocast(batch, head):
         torch.testing.assert_close(fused, separate, rtol=2e-2, atol=1e-3)
 
 
-def test_linear_cross_entropy_computes_no_unneeded_gradient(batch, head):
-    hidden, weight = (tensor.requires_grad_() for tensor in head)
+def test_linear_cross_entropy_computes_no_unneeded_gradient(batch):
+    hidden, weight, labels, _ = batch
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        linear_masked_cross_entropy(hidden, weight, batch[1])
+        linear_masked_cross_entropy(hidden, weight, labels)
     assert counter.get_total_flops() == 2 * hidden.numel() * len(weight)
+
+
+def test_the_loss_without_logits_is_the_same(model, input_ids):
+    labels = input_ids.masked_fill(packed_positions(2) == 0, -100)
+    found = []
+    for skip_logits in (False, True):
+        model.zero_grad()
+        outputs = model(input_ids, position_ids=packed_positions(2), labels=labels, skip_logits=skip_logits)
+        assert (outputs.logits is None) == skip_logits
+        outputs.loss.backward()
+        found.append((outputs.loss.detach(), gradients(model)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    assert_near(found[1][1], found[0][1], 1e-6)
+
+
+def test_the_loss_of_many_tokens_needs_no_tensor_of_all_logits():
+    hidden = torch.randn(1, 4096, 8, requires_grad=True)
+    weight = torch.randn(6400, 8, requires_grad=True)
+    with Operators() as operators:
+        linear_masked_cross_entropy(hidden, weight, torch.randint(6400, (1, 4096))).backward()
+    assert max(shape.numel() for shape in operators.shapes) <= 4096 * 6400 / 4
 
 
 @pytest.mark.parametrize("masked_by", ["labels", "loss_mask"])
@@ -138,42 +139,29 @@ def test_the_loss_without_trained_tokens_is_zero(model, input_ids, masked_by):
         assert parameter.grad is None or not parameter.grad.any()
 
 
+PACKED = [[0, 1, 0, 1], [0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "index", "counted", "count"),
+    ("arguments", "index", "counted"),
     [
-        ({}, [0, 0, 0, 0, 1, 1, 1, 1], [1] * 8, 2),
-        (
-            {"position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])},
-            [0, 0, 1, 1, 2, 2, 2, 2],
-            [1] * 8,
-            3,
-        ),
+        ({}, [0, 0, 0, 0, 1, 1, 1, 1], [1] * 8),
+        ({"position_ids": PACKED}, [0, 0, 1, 1, 2, 2, 2, 2], [1] * 8),
         # The second part of a split document continues its positions; any other step begins a document.
-        ({"position_ids": torch.tensor([[4, 5, 2, 3]] * 2)}, [0, 0, 1, 1, 2, 2, 3, 3], [1] * 8, 4),
-        (
-            {"attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])},
-            [0, 0, 0, 0, 1, 1, 1, 1],
-            [0, 0, 1, 1, 1, 1, 1, 0],
-            2,
-        ),
+        ({"position_ids": [[4, 5, 2, 3]] * 2}, [0, 0, 1, 1, 2, 2, 3, 3], [1] * 8),
+        ({"attention_mask": [[0, 0, 1, 1], [1, 1, 1, 0]]}, [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 0]),
         # The tail of a packed row, and a padding row of the last batch, train nothing.
         (
-            {
-                "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]),
-                "labels": torch.tensor([[-100, 5, -100, -100], [-100] * 4]),
-            },
-            [0, 0, 1, 1, 2, 2, 2, 2],
-            [1, 1, 0, 0, 0, 0, 0, 0],
-            1,
+            {"position_ids": PACKED, "labels": [[-100, 5, -100, -100], [-100] * 4]},
+            *([0, 0, 1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0, 0]),
         ),
     ],
     ids=["rows", "packed", "cut", "padded", "untrained"],
 )
-def test_find_documents(arguments, index, counted, count):
-    documents = find_documents((2, 4), **arguments)
-    assert documents.index.tolist() == index
-    assert documents.token_mask.int().tolist() == counted
-    assert documents.count.item() == count
+def test_find_documents(arguments, index, counted):
+    documents = find_documents((2, 4), **{name: torch.tensor(value) for name, value in arguments.items()})
+    assert documents.index.tolist() == index and documents.token_mask.int().tolist() == counted
+    assert documents.count == len({document for document, counts in zip(index, counted, strict=True) if counts})
 
 
 @pytest.fixture
@@ -215,6 +203,14 @@ def test_model_reports_the_formula(build_model, input_ids, level, padding_side):
     assert outputs.loss.item() == pytest.approx(outputs.ce_loss.item() + 0.3 * expected, rel=1e-6)
     without = model(input_ids, attention_mask=attention_mask, position_ids=position_ids, output_router_logits=True)
     assert without.loss is None and without.aux_loss.item() == pytest.approx(expected, rel=1e-5)
+    # A training loop that computes its own cross-entropy passes no labels. Inference has no use for the loss.
+    rows = {"attention_mask": attention_mask, "position_ids": position_ids}
+    assert model(input_ids, **rows).aux_loss is None
+    trained = model.train()(input_ids, **rows).aux_loss
+    trained.backward()
+    assert trained.item() == pytest.approx(expected, rel=1e-5) and model.model.layers[0].mlp.gate.weight.grad.any()
+    with torch.no_grad():
+        assert model(input_ids, **rows).aux_loss is None
 
 
 def test_padded_prompts_generate_with_router_logits(build_model, input_ids):
@@ -226,36 +222,19 @@ def test_padded_prompts_generate_with_router_logits(build_model, input_ids):
     assert model.generate(input_ids, output_router_logits=True, **options).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("by_documents", [True, False])
-def test_router_loss_is_divided_by_the_given_divisors(build_model, input_ids, by_documents):
+@pytest.mark.parametrize("divisors", [{}, {"num_documents_in_batch": torch.tensor(8.0)}])
+def test_router_loss_is_divided_by_the_given_divisors(build_model, input_ids, divisors):
     model = build_model(num_experts=4)
     alone = model(input_ids, labels=input_ids).aux_loss
-    items = {"num_items_in_batch": torch.tensor(46 * 4.0)}
-    if by_documents:
-        part = model(input_ids, labels=input_ids, num_documents_in_batch=torch.tensor(8.0), **items).aux_loss
-    else:
-        part = model(input_ids, labels=input_ids, **items).aux_loss
+    part = model(input_ids, labels=input_ids, num_items_in_batch=torch.tensor(46 * 4.0), **divisors).aux_loss
     torch.testing.assert_close(part * 4, alone, rtol=1e-6, atol=0)
 
 
 def train_one_step(model, rows, tmp_path, *, batch_size: int) -> dict[str, float]:
-    trainer = Trainer(
-        model,
-        TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=batch_size,
-            gradient_accumulation_steps=len(rows) // batch_size,
-            max_steps=1,
-            logging_steps=1,
-            train_sampling_strategy="sequential",
-            optim="sgd",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
-        train_dataset=rows,
-    )
+    options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": len(rows) // batch_size}
+    options |= {"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential", "optim": "sgd"}
+    options |= {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows)
     trainer.train()
     return trainer.state.log_history[0]
 

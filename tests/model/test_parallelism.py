@@ -105,22 +105,15 @@ def test_two_ranks_equal_one_process(directory, input_ids, name, layout, rank):
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_the_loss_needs_no_logits_unless_the_head_is_sharded(directory, name, layout):
+def test_a_layout_shards_the_matrices_and_saves_whole_ones(directory, name, layout):
+    """The loss needs no logits unless the head is sharded."""
     result = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)
     torch.testing.assert_close(result["fused_loss"], result["loss"], rtol=1e-5, atol=0)
     assert result["has_all_logits"] == layout.startswith("tp")
-
-
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "ddp"])
-def test_layout_shards_the_matrices(directory, name, layout):
-    sharded = torch.load(directory / f"{name}-{layout}-0.pt", weights_only=False)["sharded"]
     matrices = {f"self_attn.{name}_proj.weight" for name in "qkvo"} if layout != "fsdp-ep" else set()
     matrices |= {"mlp.gate_proj.weight"} if name == "dense" else {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-    assert {f"model.layers.{layer}.{matrix}" for layer in (0, 1) for matrix in matrices} <= sharded
-
-
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "ddp"])
-def test_a_sharded_model_saves_the_weights_that_it_loaded(directory, name, layout):
+    expected = {f"model.layers.{layer}.{matrix}" for layer in (0, 1) for matrix in matrices if layout != "ddp"}
+    assert expected <= result["sharded"]
     read, saved = (load_file(directory / part / "model.safetensors") for part in (name, f"saved-{name}-{layout}"))
     assert saved.keys() == read.keys()
     for parameter in read:

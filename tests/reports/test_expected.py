@@ -1,4 +1,4 @@
-"""The table of docs/getting-started.md has the figures of the recorded runs."""
+"""The tables of docs/getting-started.md, in both languages, have the figures of the recorded runs."""
 
 import json
 import re
@@ -16,12 +16,17 @@ SHORT = {
     for path in sorted((ROOT / "recipes").glob(f"*/{EXPECTED_NAME}"))
     if path.parent.name != "tiny"
 }
-END = {"loss": "eval_loss", "KL": "eval_kl", "reward": "eval_reward"}
+END = {"loss": "eval_loss", "KL": "eval_kl", "reward": "eval_reward", "损失": "eval_loss", "奖励": "eval_reward"}
+# Each page, the heading of its section, and a part of the header of its second table.
+PAGES = (
+    ("docs/getting-started.md", "## Is my loss normal?", "| validation loss |"),
+    ("docs/zh/getting-started.md", "## 我的损失正常吗？", "| 验证损失 |"),
+)
 
 
-def find_row(name: str, table: str = "") -> list[str]:
+def find_row(page: str, heading: str, name: str, table: str = "") -> list[str]:
     """Return the cells of a row, after its name, in the first table of the section that follows a text."""
-    section = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8").partition("## Is my loss normal?")[2]
+    section = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2]
     rows = section.partition(table)[2].partition("\n\n")[0] if table else section
     (row,) = [line for line in rows.splitlines() if line.startswith(f"| `{name}` |")]
     return [cell.strip() for cell in row.strip("|").split("|")][1:]
@@ -35,19 +40,23 @@ def check_curve(losses: str, curve: list, num_steps: int) -> None:
     assert [value for _, value in figures] == [f"{curve[int(step) // per_log - 1][1]:.2f}" for step, _ in figures]
 
 
+@pytest.mark.parametrize(("page", "heading", "table"), PAGES)
 @pytest.mark.parametrize("stage", EXPECTED)
-def test_the_table_of_expected_losses_has_the_recorded_figures(stage):
-    steps, seconds, losses, end = find_row(f"make {stage}")
+def test_the_table_of_expected_losses_has_the_recorded_figures(stage, page, heading, table):
+    steps, seconds, losses, end = find_row(page, heading, f"make {stage}")
     recorded = EXPECTED[stage]
     assert (int(steps), int(seconds)) == (recorded["steps"], recorded["seconds"])
-    check_curve(losses, recorded["curves"]["reward" if "reward" in losses else "loss"], recorded["steps"])
-    for name, value in re.findall(r"(\w+) ([\d.]+)", end):
+    check_curve(losses, recorded["curves"]["reward" if stage == "grpo" else "loss"], recorded["steps"])
+    figures = re.findall(r"(\w+) ([\d.]+)", end)
+    assert figures
+    for name, value in figures:
         assert f"{recorded['metrics'][END[name]]:.2f}" == value, name
 
 
+@pytest.mark.parametrize(("page", "heading", "table"), PAGES)
 @pytest.mark.parametrize("preset", SHORT)
-def test_the_table_of_short_runs_has_the_recorded_figures(preset):
-    rows, seconds, losses, end = find_row(preset, "| validation loss |")
+def test_the_table_of_short_runs_has_the_recorded_figures(preset, page, heading, table):
+    rows, seconds, losses, end = find_row(page, heading, preset, table)
     recorded = SHORT[preset]
     assert rows == f"{recorded['rows_per_step']} x {recorded['arguments']['max_length']}"
     assert int(seconds) == round(recorded["seconds"]) and end == f"{recorded['metrics']['eval_loss']:.2f}"

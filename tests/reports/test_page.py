@@ -120,10 +120,18 @@ def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     assert find_differences(runs) == {"learning_rate": [1e-3, 4e-3]}
     assert page.locator("h2").all_inner_texts()[0] == "Differences"
     assert page.locator("table").first.inner_text().split() == ["slow", "fast", "learning_rate", "0.001", "0.004"]
+    # The results stand side by side, and both columns of these two tables are on the screen of a phone.
+    row = page.locator("table").nth(1).locator("tr").filter(has_text="validation loss")
+    assert row.locator("td").all_inner_texts() == [f"{7 / 40**0.5:.4f} nats per token"] * 2
+    for table in (0, 1):
+        box = page.locator("table").nth(table).locator("td").last.bounding_box()
+        assert box["width"] > 90 and box["x"] + box["width"] <= PHONE["width"]
     # Both runs have a line in each chart.
     legend = page.locator("figure svg").nth(2).inner_html()
     assert "slow" in legend and "fast" in legend
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    # The texts of events do not break between all letters.
+    assert all(box["height"] < 80 for box in map(lambda row: row.bounding_box(), page.locator(".events tr").all()))
     # The number of processes changes the batch, so a launch is a setting like the others.
     runs[1].launches[-1] |= {"launcher": "torchrun", "launch": "2 process(es) on CPU, bf16", "loss_unit": "DPO"}
     assert find_differences(runs).keys() == {"learning_rate", "launcher", "launch"}
@@ -180,6 +188,32 @@ def test_figures_over_tokens_and_minutes_have_one_point_per_step():
     assert run.last("eval_loss") == 1.0 and run.last("reward") is None
 
 
+def test_points_between_and_after_the_logs_have_their_own_minutes(tmp_path):
+    # Logs after 10 steps, and evaluations after 5, 10 and 12.
+    log = [
+        {"step": step, "num_input_tokens_seen": step}
+        | ({"eval_loss": 1.0} if seconds is None else {"loss": 2.0})
+        | ({} if seconds is None else {"training_seconds": seconds})
+        for step, seconds in ((5, None), (10, 60.0), (10, None), (12, None))
+    ]
+    assert Run("", [], log).series("eval_loss", over="minutes")[0] == pytest.approx([0.5, 1.0, 1.2])
+    # Too few steps for a log: no chart of points at one place.
+    write_page([Run("short", [], [entry for entry in log if "eval_loss" in entry])], tmp_path / "short.html")
+    captions = (tmp_path / "short.html").read_text().split("<figcaption>")[1:]
+    assert [text.partition("<")[0] for text in captions] == ["Loss over tokens"]
+
+
+def test_the_page_shows_the_unigram_model_and_the_loss_before(page, tmp_path):
+    run = write_run(tmp_path / "mine")
+    run.launches[-1]["unigram_loss"] = 5.5
+    run.log.insert(0, {"step": 0, "eval_loss": 8.75, "num_input_tokens_seen": 0})
+    write_page([run], tmp_path / "report.html")
+    assert open_page(page, tmp_path / "report.html") == []
+    text = page.inner_text("body")
+    assert f"{7 / 40**0.5:.4f} nats per token (8.7500 before) (a unigram model: 5.5000)" in text
+    assert all("unigram model" in page.locator("figure svg").nth(number).inner_html() for number in (0, 1))
+
+
 def test_a_resumed_launch_replaces_the_samples_of_its_steps():
     launches = [{"samples": [[2, [["a", "b"]]], [4, [["a", "c"]]]]}, {}, {"samples": [[4, [["a", "d"]]]]}]
     assert Run("", launches).samples == {2: [["a", "b"]], 4: [["a", "d"]]}
@@ -211,3 +245,9 @@ def test_directories_without_a_run_are_left_out(tmp_path):
     for directory in (tmp_path, other):
         with pytest.raises(UserError, match="holds no run that has logged something"):
             names(directory)
+
+
+def test_a_launch_that_died_before_its_training_hides_no_arguments():
+    launches = [{"arguments": {"learning_rate": 0.1}}, {"command": "hf-pretrain sft"}]
+    assert Run("mine", launches, []).arguments == {"learning_rate": 0.1}
+    assert Run("mine", launches[1:], []).arguments == {}

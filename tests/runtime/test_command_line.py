@@ -1,10 +1,15 @@
-"""Mistakes end a recipe with one line and status 2; bugs keep their tracebacks."""
+"""
+Mistakes end a recipe with one line and status 2; bugs keep their tracebacks. A recipe says on standard error what it
+does, and prints its result to standard output.
+"""
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import uuid
 
 import pytest
 import torch
@@ -13,14 +18,16 @@ from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.constants import HF_HOME
 
 from hf_pretrain import MiniMindConfig
+from hf_pretrain.inference.tools import load_tools
 from hf_pretrain.runtime import command_line
-from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.command_line import announce, one_line_errors, progress
 from hf_pretrain.runtime.errors import UserError, install_command
-from hf_pretrain.stages.tools import load_tools
+from hf_pretrain.tokenizer.control_tokens import template_errors
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.layouts import LAYOUTS
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import needs_posix, toy_model
+from tests.models import GOLDEN
+from tests.toys import needs_posix, toy_model, write_jsonl
 
 
 @pytest.fixture
@@ -51,7 +58,6 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("chat", ["--temprature=1"], "Unknown argument '--temprature=1'; the nearest one is temperature."),
         ("pretrain", ["--lr_scheduler_type", "cosin"], "--lr_scheduler_type: invalid choice: 'cosin'"),
         ("pretrain", ["--output_dir="], "--output_dir is empty. Give it a value, or leave the flag out."),
-        ("pretrain", ["--attn_implementation", "spda", *RUN], "--attn_implementation: invalid choice: 'spda'"),
         ("pretrain", ["--optim", "adamw_tourch", *RUN], "adamw_tourch is not a valid OptimizerNames"),
         ("pretrain", ["--config_overrides", "hiden_size=8", *RUN], "'hiden_size' is not a field of MiniMindConfig"),
         # transformers refuses this one.
@@ -63,18 +69,15 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--config", "missing.yaml"], "--config missing.yaml cannot be read: [Errno 2] No such file"),
         ("pretrain", ["--config", "twice.yaml"], "'max_steps' stands twice"),
         ("pretrain", ["--config", "unknown.yaml"], "unknown.yaml: unknown key `learning_rat`; the nearest one"),
-        ("sft", ["--model_name_or_path", "nope", *RUN], NO_MODEL),
         ("sft", ["--config", str(ROOT / "recipes/tiny/sft.yaml"), *RUN], "There is no directory out/pretrain-tiny"),
-        ("grpo", ["--rewards", "nope", *RUN], "nope"),
-        ("distill", ["--kl", "sideways"], "--kl: invalid choice: 'sideways'"),
+        ("pretrain", ["--report_to", "wandbb", *RUN], "--report_to wandbb is unknown or not installed. Here: "),
+        ("pretrain", ["--metric_for_best_model", "perplexty", *RUN], "perplexty is unknown; the nearest one is"),
         ("evaluate", ["--use_cpu"], "No model in out/"),
         ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
         ("chat", ["--model_name_or_path", "wrong", "--prompt", "hi"], "rms_norm_eps"),
         ("serve", [], "No model in out/"),
-        ("convert", ["--from", "nope"], "the following arguments are required: --to. `--help` lists the flags."),
         ("convert", ["--from", "nope", "--to", "x"], "nope: no such file or directory"),
         ("data", ["inspect", "embedded:chaterbot"], "embedded:chaterbot is unknown; the nearest one is"),
-        ("data", ["inspct", "a.jsonl"], "action: invalid choice: 'inspct'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
@@ -99,23 +102,18 @@ def test_debug_shows_the_traceback(monkeypatch, tmp_path):
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def bug_in_the_recipe():
-    return int("three")
-
-
-def bug_in_the_package():
+BUGS = {
+    "recipe": lambda: int("three"),
     # Three halves of experts: zip() raises the ValueError.
-    return LAYOUTS["v2"].join("experts.gate_up_proj", 3 * [torch.zeros(2)], MiniMindConfig())
+    "package": lambda: LAYOUTS["v2"].join("experts.gate_up_proj", 3 * [torch.zeros(2)], MiniMindConfig()),
+    "library": lambda: json.loads("{"),
+}
 
 
-def error_of_a_library():
-    return json.loads("{")
-
-
-@pytest.mark.parametrize("bug", [bug_in_the_recipe, bug_in_the_package, error_of_a_library])
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_keeps_its_traceback(bug, capsys):
     with pytest.raises(Exception) as raised, one_line_errors():
-        bug()
+        BUGS[bug]()
     assert not isinstance(raised.value, SystemExit) and not isinstance(raised.value, UserError)
     assert capsys.readouterr().err == ""
 
@@ -140,17 +138,35 @@ def test_any_console_shows_a_sample(encoding, shown):
     assert output.decode(encoding).strip() == shown
 
 
+def test_an_error_without_a_text_has_its_name(capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        raise TimeoutError
+    assert capsys.readouterr().err.startswith("error: TimeoutError. Check the names")
+    with pytest.raises(UserError, match=r"'hi': RecursionError\."), template_errors([{"content": "hi"}]):
+        raise RecursionError
+
+
+def fill_the_disk():
+    """`datasets` raises the error of the disk in this form."""
+    try:
+        with open("/dev/full", "w") as file:
+            file.write("x")
+    except OSError as error:
+        raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+
+def fill_a_database():
+    raise RuntimeError("database or disk is full")
+
+
 @needs_posix
-def test_a_full_disk_is_one_line(capsys):
+@pytest.mark.parametrize("fail", [fill_the_disk, fill_a_database])
+def test_a_full_disk_is_one_line(fail, capsys):
     with pytest.raises(SystemExit) as end, one_line_errors():
-        try:
-            with open("/dev/full", "w") as file:
-                file.write("x")
-        except OSError as error:
-            # `datasets` raises it in this form.
-            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+        fail()
     message = capsys.readouterr().err
-    assert end.value.code == 74 and message.startswith("error: [Errno 28] No space left on device. Free some space")
+    reason = "[Errno 28] No space left on device" if fail is fill_the_disk else "database or disk is full"
+    assert end.value.code == 74 and message.startswith(f"error: {reason}. Free some space")
     assert f"HF_HOME={HF_HOME}" in message
 
 
@@ -249,3 +265,38 @@ def test_code_of_others_is_refused_without_a_question(run, hostile, monkeypatch,
     (tmp_path / "text.jsonl").write_text(30 * '{"text": "some words to learn from"}\n')
     status, output = run(recipe, *RECIPES[recipe], str(hostile))
     assert status == 2 and not questions and not (tmp_path / "ran").exists(), output
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "phases", "result"),
+    [
+        ("convert", ["--from", str(GOLDEN / "C_dense")], ["reading the weights", "writing the model"], "out: "),
+        ("tokenizer", ["--dataset_name", "a.jsonl"], ["training a tokenizer"], "The tokenizer has "),
+    ],
+)
+def test_a_tool_names_its_phases_on_standard_error(recipe, words, phases, result, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    # New text, so the cached tokenizer of an earlier test does not fit.
+    name = uuid.uuid4()
+    write_jsonl(tmp_path / "a.jsonl", [f"{name} {number:x} {number**5}" for number in range(2_000)])
+    target = {"convert": "--to", "tokenizer": "--output_dir"}[recipe]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *words, target, "out"])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    printed = capfd.readouterr()
+    assert set(phases) <= {line.removesuffix(" ...") for line in printed.err.splitlines()}
+    assert printed.out.startswith(result) and not any(phase in printed.out for phase in phases)
+
+
+def test_only_a_terminal_of_the_main_process_shows_bars(monkeypatch, capsys):
+    with progress("reading", 2) as bar:
+        bar.update()
+    assert capsys.readouterr().err == "reading ...\n"
+    monkeypatch.setattr("hf_pretrain.runtime.command_line.is_in_notebook", lambda: True)
+    with progress("reading", 2) as bar:
+        bar.update()
+    assert re.search(r"\rreading: +0%\|", capsys.readouterr().err)
+    monkeypatch.setenv("RANK", "1")
+    with progress("reading", 2) as bar:
+        bar.update()
+    announce("writing")
+    assert capsys.readouterr().err == ""

@@ -18,7 +18,7 @@ def test_each_flag_stands_once_in_the_group_of_its_dataclass(monkeypatch):
     short = flags(text)
     assert len(short) == len(set(short)) <= 90
     groups = re.split(r"^\S.*:$", text, flags=re.MULTILINE)[1:]
-    names = ("model_preset", "lora_r", "max_length", "eval_tasks", "learning_rate")
+    names = ("preset", "lora_r", "max_length", "eval_tasks", "learning_rate")
     for group, name in zip(groups, names, strict=True):
         assert f"--{name}" in flags(group)
     # The default stands beside a flag, if there is one.

@@ -1,5 +1,6 @@
 """Results are written completely or not at all, by one process at a time, and nowhere else than the user said."""
 
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -7,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
 from hf_pretrain.checkpoints.manifest import find_damage, write_manifest
+from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME, written_whole
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -33,41 +36,43 @@ def workspace(tmp_path_factory):
     return path
 
 
+def run_recipe(words: list[str]) -> int:
+    """Run a recipe in this process, and return its status."""
+    sys.argv = [str(ROOT / f"recipes/{words[0]}.py"), *words[1:]]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as error:
+        return error.code
+    return 0
+
+
 @pytest.fixture
 def recipe(workspace, monkeypatch, capsys):
     """Return a function that runs a recipe in the workspace, and returns its status and what it writes to stderr."""
     monkeypatch.chdir(workspace)
-
-    def run(name: str, *words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{name}.py"), *words])
-        status = 0
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as error:
-            status = error.code
-        return status, capsys.readouterr().err
-
-    return run
+    monkeypatch.setattr(sys, "argv", [])
+    return lambda *words: (run_recipe([*words]), capsys.readouterr().err)
 
 
+TRAINING = "--use_cpu --bf16 false --max_steps 1 --max_length 64 --save_strategy no"
 # Each command without the value of its last flag, and the name of a result.
 COMMANDS = {
-    "convert": (["convert", "--from", "toy", "--to"], "out"),
-    "upstream": (["convert", "--from", "toy", "--format", "upstream", "--to"], "out"),
-    "tokenizer": (["tokenizer", "--dataset_name", "t.jsonl", "--vocab_size", "300", "--output_dir"], "out"),
-    "clean": (["data", "clean", "t.jsonl", "--min_chars", "1", "--near_duplicates", "0", "--output"], "out.jsonl"),
-    "compare": (["compare", "run", "--output"], "out.html"),
-    "evaluate": (["evaluate", "--model_name_or_path", "toy", "--dataset_name", "t.jsonl", "--results_dir"], "out"),
-    "pretrain": (
-        ["pretrain", "--dataset_name", "t.jsonl", "--model_name_or_path", "toy", "--max_steps", "1", "--use_cpu"]
-        + ["--bf16", "false", "--max_length", "64", "--save_strategy", "no", "--output_dir"],
-        "out",
-    ),
+    name: (words.split(), result)
+    for name, words, result in (
+        ("convert", "convert --from toy --to", "out"),
+        ("upstream", "convert --from toy --format upstream --to", "out"),
+        ("tokenizer", "tokenizer --dataset_name t.jsonl --vocab_size 300 --output_dir", "out"),
+        ("clean", "data clean t.jsonl --min_chars 1 --near_duplicates 0 --output", "out.jsonl"),
+        ("compare", "compare run --output", "out.html"),
+        ("evaluate", "evaluate --model_name_or_path toy --dataset_name t.jsonl --results_dir", "out"),
+        ("pretrain", f"pretrain --dataset_name t.jsonl --model_name_or_path toy {TRAINING} --output_dir", "out"),
+    )
 }
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+def files(place: Path) -> dict[str, bytes]:
+    paths = [place, *place.rglob("*")]
+    return {str(path.relative_to(place)): path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -120,13 +125,7 @@ def compete(words: list[str], directory: str, barrier, results) -> None:
 
     writing.written_whole = wait_and_write
     sys.modules["hf_pretrain.weights.exporting"].written_whole = wait_and_write
-    sys.argv = [str(ROOT / f"recipes/{words[0]}.py"), *words[1:]]
-    status = 0
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as error:
-        status = error.code
-    results.put(status)
+    results.put(run_recipe(words))
 
 
 @pytest.mark.parametrize("command", ["convert", "clean"])
@@ -146,12 +145,9 @@ def test_of_two_processes_one_writes(command, workspace, recipe):
         child.join()
     # The result is whole, and equals that of one process.
     recipe(*words, f"one-{command}-{result}")
-    if command == "clean":
-        assert (workspace / target).read_bytes() == (workspace / f"one-{command}-{result}").read_bytes()
-        assert not list(workspace.glob(".*"))
-    else:
-        two, one = files(workspace / target), files(workspace / f"one-{command}-{result}")
-        assert two.keys() == one.keys() and all(two[name] == one[name] for name in two if name != "README.md")
+    two, one = (files(workspace / f"{number}-{command}-{result}") for number in ("two", "one"))
+    assert two.pop("README.md", None) is None or one.pop("README.md")
+    assert two == one and not list(workspace.glob(".*"))
 
 
 def test_a_failed_rename_leaves_no_model(tmp_path, monkeypatch):
@@ -165,8 +161,39 @@ def test_a_failed_rename_leaves_no_model(tmp_path, monkeypatch):
     assert not (tmp_path / "config.json").exists()
 
 
+def test_a_second_save_replaces_directories(tmp_path):
+    """DPO on an adapter saves its reference as `ref/`."""
+    of_runs = CheckpointWriter(TrainingArguments(str(tmp_path / "b"), use_cpu=True), int)
+    writers = (lambda: written_whole(tmp_path / "a"), lambda: of_runs.writing_model(tmp_path / "b"))
+    for number, write in itertools.product("12", writers):
+        with write() as scratch:
+            (scratch / "ref").mkdir()
+            (scratch / "config.json").write_text(number)
+            (scratch / "ref" / f"of {number}").write_text(number)
+    expected = {"config.json": b"2", "ref/of 2": b"2"}
+    assert files(tmp_path) == {f"{name}/{path}": text for name in "ab" for path, text in expected.items()}
+
+
 def fail():
     raise PermissionError(13, "refused")
+
+
+def test_everything_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """After a power failure, a file that was renamed first could be empty."""
+    writer = CheckpointWriter(TrainingArguments(str(tmp_path), use_cpu=True), int)
+    flushed, flush, rename = set(), os.fsync, os.replace
+
+    def check(source: Path, target: Path):
+        assert {path.stat().st_ino for path in (source, *source.rglob("*"), source.parent)} <= flushed
+        rename(source, target)
+        flushed.clear()
+
+    monkeypatch.setattr(os, "fsync", lambda number: (flushed.add(os.fstat(number).st_ino), flush(number)))
+    monkeypatch.setattr(os, "replace", check)
+    with writer.writing_checkpoint(tmp_path / "checkpoint-1", {"step": 1}) as scratch:
+        (scratch / "shards").mkdir()
+        (scratch / "shards/rank_0.pt").write_text("moments")
+    assert flushed == {tmp_path.stat().st_ino} and not find_damage(tmp_path / "checkpoint-1")
 
 
 @needs_posix

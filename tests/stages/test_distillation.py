@@ -6,24 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.stages.distillation import (
-    DistillationArguments,
-    DistillationTrainer,
-    check_same_vocabulary,
-    load_teacher,
-)
+from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, check_same_vocabulary, load_teacher
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.toys import LikeMPS, check_start_of_workers, write_jsonl
-from tests.training.test_masked_loss_trainer import make_documents, make_model, pack, train
-from tests.training.test_masked_loss_trainer import written_out_loss as cross_entropy_and_router_loss
+from tests.trainers import make_documents, make_model, make_trainer, pack, train
+from tests.trainers import written_out_loss as cross_entropy_and_router_loss
 
 
 SIZES = [4, 1, 5, 3]
@@ -36,30 +29,16 @@ def make_teacher(**overrides) -> MiniMindForCausalLM:
     return MiniMindForCausalLM(config).eval().requires_grad_(False)
 
 
-def make_distiller(
-    tmp_path, rows, *, model=None, teacher=None, batch=4, accumulation=1, arguments=None, **distillation
-):
-    defaults = {
-        **{"max_steps": 1, "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "warmup_steps": 0},
-        **{"max_grad_norm": 0, "weight_decay": 0, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1},
-        **{"bf16": False, "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
-    }
-    return DistillationTrainer(
-        model=model if model is not None else make_model(),
-        teacher=teacher if teacher is not None else make_teacher(),
-        distillation_args=DistillationArguments("teacher", **distillation),
-        args=LMTrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulation,
-            per_device_eval_batch_size=3,
-            **defaults | (arguments or {}),
-        ),
-        data_collator=DataCollatorForPackedRows(pad_token_id=0),
-        train_dataset=Dataset.from_list(rows),
-        # In another order, so that a row of one set never passes for a row of the other set.
-        eval_dataset=Dataset.from_list(rows[::-1]),
-    )
+def make_distiller(tmp_path, rows, *, teacher=None, arguments=None, **kwargs):
+    """Return a trainer; `kwargs` are fields of the distillation's arguments, and arguments of `make_trainer`."""
+    flags = {name: kwargs.pop(name) for name in ("kl", "temperature", "ce_weight") if name in kwargs}
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    term = TeacherTerm(teacher or make_teacher(), DistillationArguments("teacher", **flags), args)
+    kwargs = {"batch": 4, "eval_batch": 3, "terms": [term], "arguments": {"max_steps": 1} | (arguments or {})} | kwargs
+    trainer = make_trainer(tmp_path, rows, **kwargs)
+    # In another order, so that a row of one set never passes for a row of the other set.
+    trainer.eval_dataset = rows[::-1]
+    return trainer
 
 
 def written_out_loss(model, teacher, documents, *, kl, temperature, ce_weight):
@@ -92,10 +71,8 @@ def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts
     expected = {name: p.detach() - 0.5 * p.grad for name, p in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
-    trainer = make_distiller(
-        *(tmp_path, pack(documents, SIZES)),
-        **{"model": make_model(num_experts), "batch": batch, "accumulation": accumulation, **flags},
-    )
+    sizes = {"batch": batch, "accumulation": accumulation}
+    trainer = make_distiller(tmp_path, pack(documents, SIZES), model=make_model(num_experts), **sizes, **flags)
     before = trainer.evaluate()
     (step,) = train(trainer)
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -108,18 +85,14 @@ def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts
         torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=1e-5)
 
 
-def test_model_flops_include_the_forward_pass_of_the_teacher(tmp_path):
+def test_model_flops_include_the_teacher_and_workers_need_not_fork(tmp_path):
     trainer = make_distiller(tmp_path, pack(make_documents(), SIZES))
     numbers = [sum(p.numel() for p in model.parameters()) for model in (trainer.model, make_teacher())]
+    check_start_of_workers(trainer.get_train_dataloader())
+    check_start_of_workers(trainer.get_eval_dataloader())
     (step,) = train(trainer)
     flops = step["model_flops_per_second"] / step["tokens_per_second"]
     assert flops == pytest.approx(6 * numbers[0] + 2 * numbers[1])
-
-
-def test_workers_need_not_fork(tmp_path):
-    trainer = make_distiller(tmp_path, make_documents(weighted=True))
-    check_start_of_workers(trainer.get_train_dataloader())
-    check_start_of_workers(trainer.get_eval_dataloader())
 
 
 def test_apple_gpus_have_what_a_run_needs(tmp_path):
@@ -143,19 +116,6 @@ def test_the_teacher_does_not_change(tmp_path):
     assert not teacher.training
     for name, parameter in teacher.named_parameters():
         assert id(parameter) not in optimized and parameter.grad is None and torch.equal(parameter, weights[name])
-
-
-def test_heads_padded_to_other_widths_share_the_vocabulary(tmp_path):
-    """The divergence ignores entries beyond the shared vocabulary, in the teacher or in the student."""
-    documents = make_documents(weighted=True)
-    teacher = make_teacher()
-    wider = make_teacher(vocab_size=70)
-    weights = teacher.state_dict()
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = torch.cat([weights[name], torch.ones(6, 48)])
-    wider.load_state_dict(weights)
-    steps = [train(make_distiller(tmp_path, documents, teacher=t)) for t in (teacher, wider)]
-    assert steps[0][0]["loss"] == pytest.approx(steps[1][0]["loss"], rel=1e-6)
 
 
 # Teachers
@@ -205,7 +165,7 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path):
     ("arguments", "message"),
     [
         ({"temperature": 0.0}, "--temperature 0 must be above 0"),
-        ({"ce_weight": 1.5}, "--ce_weight 1.5 must lie between 0 and 1"),
+        ({"ce_weight": 1.5}, "--ce_weight 1.5 must be at least 0 and at most 1"),
         ({"teacher_name_or_path": None}, "Distillation needs a teacher"),
     ],
 )
@@ -251,3 +211,11 @@ def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
             if "grad_norm" in expected:
                 assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), way
     assert reference[-1]["eval_kl"] > 0
+
+
+def test_a_term_that_two_trainers_take_has_one_digest(tmp_path):
+    first = make_distiller(tmp_path, make_documents(weighted=True))
+    again = MaskedLossTrainer(
+        make_model(), first.args, first.data_collator, terms=first.terms, train_dataset=first.train_dataset
+    )
+    assert first.run.fixed_weights["teacher"] == again.run.fixed_weights["teacher"]

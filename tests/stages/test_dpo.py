@@ -17,16 +17,18 @@ from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import LikeMPS, check_start_of_workers, write_jsonl
+from tests.toys import EXPERTS, LikeMPS, check_start_of_workers, write_jsonl
+from tests.trainers import ARGUMENTS, frozen, written_out_loss
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "router_aux_loss_coef": 0.5}
+NAMES = ("prompt", "chosen", "rejected")
 TEXTS = [
     ("two", "four", "five five"),
     ("three and three", "six", "no"),
     ("one", "is one", "two two two"),
-    ("a", "b", "c"),
+    tuple("abc"),
 ]
+RECORDS = [dict(zip(NAMES, texts, strict=True)) for texts in TEXTS]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,7 @@ def tokenizer():
 
 
 def documents() -> Dataset:
-    records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
-    return Dataset.from_dict({"text": [read_preference(record) for record in records]})
+    return Dataset.from_dict({"text": [read_preference(record) for record in RECORDS]})
 
 
 @pytest.fixture
@@ -48,22 +49,11 @@ def build_trainer(build_model, tokenizer, tmp_path):
             for parameter in policy.parameters():
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         pairs, _ = prepare_pairs(documents(), tokenizer, max_length=64)
-        args = DPOTrainingArguments(
-            **{
-                **{"output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, "report_to": "none"},
-                **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "beta": 0.3},
-                **{"eval_on_start": False, "eval_strategy": "no", "save_strategy": "no", "max_length": 64},
-                **arguments,
-            }
-        )
-        return MiniMindDPOTrainer(
-            model=policy,
-            ref_model=reference,
-            args=args,
-            train_dataset=pairs.select(range(num_pairs)),
-            eval_dataset=pairs.select(range(2)),
-            processing_class=tokenizer,
-        )
+        sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "beta": 0.3, "max_length": 64}
+        sizes |= {"eval_on_start": False, "save_strategy": "no"}
+        args = DPOTrainingArguments(output_dir=str(tmp_path / "run"), **ARGUMENTS | sizes | arguments)
+        data = {"train_dataset": pairs.select(range(num_pairs)), "eval_dataset": pairs.select(range(2))}
+        return MiniMindDPOTrainer(policy, ref_model=reference, args=args, processing_class=tokenizer, **data)
 
     return build
 
@@ -75,25 +65,11 @@ def log_probability(model, prompt: list[int], answer: list[int]) -> torch.Tensor
     return log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
 
 
-def switch_loss(model, rows: list[list[int]]) -> torch.Tensor:
-    """Return the mean over rows of equations 4 to 6 of Switch Transformers, summed over layers."""
-    total = 0.0
-    for ids in rows:
-        output = model(input_ids=torch.tensor([ids]), output_router_logits=True)
-        for logits in output.router_logits:
-            probabilities = logits.reshape(len(ids), -1).softmax(-1)
-            top = probabilities.topk(2, dim=-1).indices
-            load = torch.nn.functional.one_hot(top, 4).sum((0, 1)) / (2 * len(ids))
-            total = total + 4 * (load * probabilities.mean(0)).sum()
-    return total / len(rows)
-
-
 @pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "moe"])
 def test_loss_and_gradient_follow_the_formula(build_trainer, experts):
     trainer = build_trainer(experts=experts)
     policy, reference, beta = trainer.model, trainer.ref_model, 0.3
-    pairs = list(trainer.train_dataset)
-    batch = next(iter(trainer.get_train_dataloader()))
+    pairs, batch = list(trainer.train_dataset), next(iter(trainer.get_train_dataloader()))
     policy.train()
     loss = trainer.compute_loss(policy, dict(batch))
     loss.backward()
@@ -109,8 +85,8 @@ def test_loss_and_gradient_follow_the_formula(build_trainer, experts):
             margin = margin + sign * (log_probability(policy, prompt, pair[name]) - baseline)
         expected = expected - torch.nn.functional.logsigmoid(beta * margin) / len(pairs)
     if experts:
-        rows = [pair["prompt_ids"] + pair[name] for pair in pairs for name in ("chosen_ids", "rejected_ids")]
-        aux_loss = switch_loss(policy, rows)
+        rows = rows_of(trainer.train_dataset)
+        aux_loss = written_out_loss(policy, [{"input_ids": ids} for ids in rows])[1]
         assert aux_loss > 1.5  # two layers; not negligible
         expected = expected + 0.5 * aux_loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -123,17 +99,12 @@ def rows_of(pairs: Dataset) -> list[list[int]]:
     return [pair["prompt_ids"] + pair[name] for name in ("chosen_ids", "rejected_ids") for pair in pairs]
 
 
-def test_workers_need_not_fork(build_trainer):
-    trainer = build_trainer()
-    check_start_of_workers(trainer.get_train_dataloader())
-    check_start_of_workers(trainer.get_eval_dataloader())
-
-
-def test_a_run_logs_its_tokens_and_speed_and_apple_gpus_have_what_it_needs(build_trainer, tmp_path):
+def test_a_run_logs_its_tokens_and_speed_and_apple_gpus_have_what_it_needs(build_trainer, tmp_path, monkeypatch):
     arguments = {"experts": EXPERTS, "max_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
     with LikeMPS():
         trainer = build_trainer(**arguments)
-        trainer.train()
+        with frozen(monkeypatch, trainer.args):
+            trainer.train()
         trainer.evaluate()
         trainer.save_model()
         again = build_trainer(**arguments)
@@ -152,6 +123,8 @@ def test_evaluation_has_no_router_loss(build_trainer):
 
 def test_each_of_several_validation_sets_has_its_own_figures(build_trainer):
     trainer = build_trainer()
+    check_start_of_workers(trainer.get_train_dataloader())
+    check_start_of_workers(trainer.get_eval_dataloader())
     sets = {"first": trainer.eval_dataset, "second": trainer.train_dataset.select([2, 3])}
     alone = {}
     for name, trainer.eval_dataset in sets.items():
@@ -166,14 +139,10 @@ def test_each_of_several_validation_sets_has_its_own_figures(build_trainer):
 
 def test_accumulation_and_whole_batches(build_trainer):
     """Three pairs in batches of two: each epoch drops one pair, with and without accumulation."""
-    histories = []
-    for batch in (
-        {"per_device_train_batch_size": 2},
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
-    ):
-        trainer = build_trainer(
-            num_pairs=3, experts=EXPERTS, max_steps=4, logging_steps=1, optim="sgd", learning_rate=0.1, **batch
-        )
+    histories, how = [], {"max_steps": 4, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1}
+    for size, steps in ((2, 1), (1, 2)):
+        how |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        trainer = build_trainer(num_pairs=3, experts=EXPERTS, **how)
         trainer.train()
         histories.append([(e["loss"], e["grad_norm"], e["epoch"]) for e in trainer.state.log_history if "loss" in e])
     assert len(histories[0]) == 4 and histories[0][-1][2] == 4  # one step per epoch
@@ -182,6 +151,16 @@ def test_accumulation_and_whole_batches(build_trainer):
     trainer = build_trainer(num_pairs=1, per_device_train_batch_size=2)
     with pytest.raises(ValueError, match="1 rows do not fill one batch of 2"):
         trainer.train()
+
+
+def test_the_seed_decides_the_order_of_the_pairs(build_trainer):
+    def order(**seeds) -> list[list[int]]:
+        loader = build_trainer(per_device_train_batch_size=1, **seeds).get_train_dataloader()
+        return [batch["input_ids"].tolist() for batch in loader]
+
+    orders = [order(seed=seed) for seed in range(4)]
+    assert orders[1] == order(seed=1) == order(seed=2, data_seed=1)
+    assert len(set(map(str, orders))) > 1
 
 
 def test_pairs_are_truncated_and_dropped(tokenizer):
@@ -193,6 +172,10 @@ def test_pairs_are_truncated_and_dropped(tokenizer):
     longest = max(len(pair["prompt_ids"]) for pair in pairs)
     fewer, report = prepare_pairs(documents(), tokenizer, max_length=longest)
     assert len(fewer) == 3 and report.startswith("3 pairs, 1 dropped")
+    # Answers that differ only beyond `max_length` are equal for the training.
+    late = {"prompt": "one", "chosen": "two " * 9 + "four", "rejected": "two " * 9 + "six"}
+    late = Dataset.from_dict({"text": [read_preference(late)]})
+    assert [len(prepare_pairs(late, tokenizer, max_length=length)[0]) for length in (24, 64)] == [0, 1]
     none, report = prepare_pairs(documents(), tokenizer, max_length=4)
     assert len(none) == 0 and report.startswith("0 pairs, 4 dropped")
 
@@ -231,45 +214,20 @@ def test_a_template_that_marks_only_the_last_answer(tokenizer):
     texts = [read_preference({"prompt": turns, "chosen": "four", "rejected": "no"})]
     (pair,), _ = prepare_pairs(Dataset.from_dict({"text": texts}), tokenizer, max_length=200)
     assert tokenizer.decode(pair["prompt_ids"]).endswith("user\nuser<|im_end|>assistant\n")
-    assert [tokenizer.decode(pair[name]) for name in ("chosen_ids", "rejected_ids")] == [
-        "four<|im_end|>",
-        "no<|im_end|>",
-    ]
+    answers = [tokenizer.decode(pair[name]) for name in ("chosen_ids", "rejected_ids")]
+    assert answers == ["four<|im_end|>", "no<|im_end|>"]
 
 
-@pytest.fixture
-def command(build_model, tokenizer, tmp_path) -> list[str]:
-    """Return the recipe's command on a toy model and four pairs, without the steps and the output directory."""
+@pytest.mark.distributed
+def test_the_recipe_trains_an_adapter_and_reports_it(build_model, tokenizer, tmp_path):
     build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
     tokenizer.save_pretrained(tmp_path / "toy")
-    records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in TEXTS]
-    write_jsonl(tmp_path / "pairs.jsonl", records)
-    return [
+    write_jsonl(tmp_path / "pairs.jsonl", RECORDS)
+    command = [
         *(*launcher_command("python"), str(ROOT / "recipes/dpo.py"), "--use_cpu", "--bf16", "false"),
         *("--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", str(tmp_path / "pairs.jsonl")),
-        *("--validation_fraction", "0", "--logging_steps", "1", "--per_device_train_batch_size", "2"),
-        *("--learning_rate", "1e-2"),
+        *("--logging_steps", "1", "--per_device_train_batch_size", "2", "--learning_rate", "1e-2"),
     ]
-
-
-@pytest.mark.distributed
-def test_the_recipe_runs_and_resumes(command, tmp_path):
-    """Compare two steps and two more after a resume with four steps in one run, and check the saved files."""
-    command = [*command, "--max_steps", "4", "--save_steps", "2"]
-    whole = start([*command, "--output_dir", str(tmp_path / "whole")])
-    assert whole.returncode == 0, whole.stdout[-3000:]
-    checkpoint = ["--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-2")]
-    resumed = start([*command, *checkpoint, "--output_dir", str(tmp_path / "resumed")])
-    assert resumed.returncode == 0, resumed.stdout[-3000:]
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
-    assert weights[0] == weights[1]
-    files = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert {"config.json", "modeling_minimind.py", "tokenizer.json", "trainer_state.json"} <= files
-    assert "training_args.bin" not in files
-
-
-@pytest.mark.distributed
-def test_the_recipe_trains_an_adapter_and_reports_it(command, tmp_path):
     output = [*("--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "2")]
     evaluation = ["--validation_fraction", "0.25", "--eval_strategy", "steps", "--eval_steps", "1"]
     result = start([*command, *output, *evaluation, "--beta", "0.2", "--use_peft", "--lora_r", "4"])
@@ -284,10 +242,16 @@ def test_the_recipe_trains_an_adapter_and_reports_it(command, tmp_path):
     assert first == pytest.approx(math.log(2), abs=1e-6)
     # Each evaluation answers the same questions, and the page has the loss of the algorithm, the memory and the time.
     run = read_run(tmp_path / "run")
-    samples = run.samples
-    questions = [[question for question, _ in answers] for answers in samples.values()]
-    assert set(samples) == {0, 1, 2} and questions[0] == questions[1] == questions[2]
+    questions = [[question for question, _ in answers] for answers in run.samples.values()]
+    assert set(run.samples) == {0, 1, 2} and questions[0] == questions[1] == questions[2]
     assert set(questions[0]) <= {prompt for prompt, *_ in TEXTS}
     assert run.loss_unit == "DPO" and run.last("peak_memory_gib") > 0.1
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     assert "Loss over minutes" in page and f"{run.last('eval_loss'):.4f} DPO" in page
+
+
+def test_the_card_of_a_checkpoint_names_the_run(build_trainer, tmp_path):
+    """TRL writes a card before each checkpoint, while Trainer sees another directory."""
+    build_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
+    assert "# run\n" in (tmp_path / "run/README.md").read_text(encoding="utf-8")
+    assert not list((tmp_path / "run/checkpoint-1").glob("README.md"))

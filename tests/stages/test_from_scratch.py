@@ -3,92 +3,110 @@
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hf_pretrain.reports.run_files import Run, read_run
-from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.from_scratch import PRETRAINING_SHARE, SAFETY, Budget, Pace
+from hf_pretrain.stages import from_scratch
+from hf_pretrain.stages.from_scratch import Budget
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 from tests.invariants.launching import ROOT, process_options
 from tests.toys import write_jsonl
 
 
-PLAN = """
-Steps      900 of 8 sequences each, 5.33 passes over 1,200 sequences
-Tokens     about 331,200, {tokens} per parameter
-Memory     peak of 0.54 GiB per process in the measured steps
-Time       {seconds} s per step, 108 s of training, without evaluations
-"""
+# Tokens per second of the presets, whose numbers of parameters are 2.8, 25.8 and 104 million.
+PACES = {"tiny": 1e5, "minimind2-small": 1e5, "minimind2": 3e4}
 
 
-def make_budget(tmp_path, monkeypatch, plans: dict[str, tuple[float, float]], seconds: float) -> Budget:
-    """Return a budget whose dry runs take 10 seconds, and print tokens per parameter and seconds of a step."""
-    budget = Budget(tmp_path, seconds)
-
-    def run(stage, *words):
-        budget.plan["used_seconds"] += 10
-        preset = words[words.index("--preset") + 1]
-        if preset not in plans:
-            # As after torch.OutOfMemoryError.
-            raise SystemExit(1)
-        tokens, seconds = plans[preset]
-        return PLAN.format(tokens=tokens, seconds=seconds)
-
-    monkeypatch.setattr(budget, "run", run)
-    return budget
+def make_budget(tmp_path, monkeypatch, seconds: float, **paces: float) -> Budget:
+    """Return a budget for a machine on which the presets have these paces."""
+    paces = PACES | paces
+    monkeypatch.setattr(from_scratch, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(from_scratch, "measure_pace", lambda preset, device_type: paces[preset])
+    # 104 million parameters fit, and half a billion do not.
+    memory = SimpleNamespace(available=24 * 200_000_000)
+    monkeypatch.setattr(from_scratch, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
+    return Budget(tmp_path, seconds)
 
 
 @pytest.mark.parametrize(
     ("seconds", "preset"),
-    # Per second, the presets see 1, 0.1 and 0.001 tokens per parameter. Each dry run takes 10 seconds.
-    [(10 + 5, "small"), (20 + 40, "small"), (20 + 90, "middle"), (30 + 20000, "large")],
+    # Twenty tokens per parameter take tiny 560 seconds, and minimind2-small 5,200 seconds.
+    [(100, "tiny"), (1_500, "tiny"), (2_000, "minimind2-small"), (6_000, "minimind2-small"), (50_000, "minimind2")],
 )
 def test_the_preset_comes_nearest_to_20_tokens_per_parameter(tmp_path, monkeypatch, seconds, preset):
-    plans = {"small": (90, 0.1), "middle": (9, 0.1), "large": (0.09, 0.1)}
-    budget = make_budget(tmp_path, monkeypatch, plans, seconds)
-    budget.plan_pretraining(tuple(plans), [])
-    assert budget.plan["preset"] == preset
+    budget = make_budget(tmp_path, monkeypatch, seconds)
+    budget.choose_preset(tuple(PACES), ["--use_cpu"])
+    assert (budget.plan["preset"], budget.plan["pace"]) == (preset, PACES[preset])
+    # A preset that exceeds the memory ends the choice.
+    budget.choose_preset(("tiny", "0.5B"), ["--use_cpu"])
+    assert budget.plan["preset"] == "tiny"
 
 
-def test_a_preset_that_exceeds_the_memory_ends_the_choice(tmp_path, monkeypatch):
-    budget = make_budget(tmp_path, monkeypatch, {"small": (90, 0.1)}, 20000)
-    budget.plan_pretraining(("small", "huge"), [])
-    assert budget.plan["preset"] == "small"
-    with pytest.raises(SystemExit):
-        budget.plan_pretraining(("huge", "small"), [])
+def test_a_pace_is_measured_on_this_machine():
+    assert 50 < from_scratch.measure_pace("tiny", "cpu") < 1e7
 
 
-def test_a_plan_without_passes_is_refused(tmp_path, monkeypatch):
-    budget = make_budget(tmp_path, monkeypatch, {"small": (90, 0.1)}, 20000)
-    streamed = re.sub("[^ ]* passes over .*", "streamed", PLAN).format(tokens=90, seconds=0.1)
-    monkeypatch.setattr(budget, "run", lambda *words: streamed)
-    with pytest.raises(UserError, match="Leave out --streaming"):
-        budget.measure("pretrain")
+def test_stages_share_the_time_and_read_no_more_data_than_it_can_use(tmp_path, monkeypatch):
+    budget = make_budget(tmp_path / "out", monkeypatch, 180.0, tiny=2000)
+    budget.choose_preset(("tiny",), ["--use_cpu"])
+    for name in "ab":
+        write_jsonl(tmp_path / f"{name}.jsonl", ["x" * 99_987] * 500)
+    flags = ["--seed", "1", "--dataset_name", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--use_cpu"]
+    num_bytes = from_scratch.count_bytes(flags)
+    assert num_bytes == 2 * (tmp_path / "a.jsonl").stat().st_size == pytest.approx(1e8, rel=1e-4)
+    budget.plan_stage("pretrain", flags)
+    budget.plan["used_seconds"] = 60.0
+    budget.plan_stage("sft", flags)
+    pretrain, sft = (
+        dict(zip(words[::2], map(float, words[1::2]), strict=True)) for words in budget.plan["flags"].values()
+    )
+    assert pretrain["--max_minutes"] == pytest.approx(0.3 * (180 - 2 * 20) / 60, abs=0.01)
+    assert sft["--max_minutes"] == pytest.approx((180 - 60 - 20) / 60, abs=0.01)
+    # Eight bytes per token of the whole time.
+    assert pretrain["--train_fraction"] == sft["--train_fraction"] == pytest.approx(8 * 2000 * 180 / 1e8, abs=1e-4)
+    assert pretrain["--validation_fraction"] == sft["--validation_fraction"] == pytest.approx(0.000864, abs=1e-6)
+    assert 2e7 < from_scratch.count_bytes(["--dataset_name=embedded:chitchat"]) < from_scratch.count_bytes([])
+    # A start that took the whole time leaves a tenth of it for the steps.
+    budget.plan["used_seconds"] = 170.0
+    budget.plan_stage("sft", flags)
+    assert float(budget.plan["flags"]["sft"][-1]) == pytest.approx(0.3)
+    # Data that the time could pass over many times are seen four times, all of them.
+    budget.plan["pace"] = 1e7
+    budget.plan_stage("sft", flags)
+    planned = "--train_fraction 1.0000 --validation_fraction 0.000864 --max_steps -1 --num_train_epochs 4"
+    assert budget.plan["flags"]["sft"] == planned.split()
+    # The size of a dataset on the Hub is unknown.
+    budget.plan_stage("sft", ["--dataset_name", "owner/name"])
+    assert budget.plan["flags"]["sft"][-2] == "--max_minutes"
 
 
-def test_steps_fill_the_time_but_repeat_the_data_at_most_four_times(tmp_path, monkeypatch):
-    assert Pace(5.0, 2.0, 100.0, 0.1).count_steps(60) == 28
-    assert Pace(5.0, 0.001, 100.0, 0.1).count_steps(60) == 400
-    budget = make_budget(tmp_path, monkeypatch, {"tiny": (900, 0.5)}, 110.0)
-    budget.plan_pretraining(("tiny",), [])
-    # The dry run took 10 seconds, 8 without its four steps; two stages start in the 100 seconds that are left.
-    assert budget.plan["steps"] == {"pretrain": int(SAFETY * PRETRAINING_SHARE * (100 - 2 * 8) / 0.5)}
-    # A start that takes the whole time leaves a tenth of it for the steps.
-    late = make_budget(tmp_path / "late", monkeypatch, {"tiny": (900, 0.1)}, 12.0)
-    late.plan_pretraining(("tiny",), [])
-    assert late.plan["steps"] == {"pretrain": 11}
+def test_a_stage_starts_by_the_path_of_the_command(tmp_path, monkeypatch):
+    # `-m` would let Python import this module, and report a killed stage as 247.
+    (tmp_path / "random.py").write_text("raise SystemExit('the working directory is imported')")
+    monkeypatch.chdir(tmp_path)
+    budget = Budget(tmp_path, 60.0)
+    with pytest.raises(SystemExit) as stopped:
+        budget.run("sft", "--nproc", "0")
+    assert stopped.value.code == 2
+    monkeypatch.setattr(from_scratch.hf_pretrain_cli, "__file__", str(tmp_path / "killed.py"))
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)")
+    with pytest.raises(SystemExit) as stopped:
+        budget.run("sft")
+    assert stopped.value.code == 137
 
 
 def test_the_page_compares_the_halves_of_stages_with_a_validation_set(tmp_path):
     log = [
-        {"eval_loss": loss, "step": step, "num_input_tokens_seen": step} for step, loss in enumerate([5.0, 3.0, 2.5])
+        {"eval_loss": loss, "step": step, "num_input_tokens_seen": step}
+        # The last evaluation but one may lie near the end.
+        for step, loss in ((0, 5.0), (5, 3.0), (9, 2.6), (10, 2.5))
     ]
     first, *notes = Budget(tmp_path, 60).describe([Run("plain", [], []), Run("sft", [], log)])
     assert "0 of 60 seconds" in first and [note[:38] for note in notes] == ["sft: the validation loss fell by 0.500"]
@@ -101,14 +119,15 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in words])
     chats = [[{"role": "user", "content": text[:9]}, {"role": "assistant", "content": text}] for text in words]
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
-    common = "--use_cpu --bf16 false --max_length 64 --validation_fraction 0.1 --dataset_name"
+    common = "--use_cpu --bf16 false --max_length 64 --logging_steps 1 --validation_fraction 0.1 --dataset_name"
     size = "--vocab_size 300 --config_overrides hidden_size=32,num_hidden_layers=1,num_attention_heads=4"
     command = [sys.executable, "-m", "hf_pretrain_cli", "from_scratch", "--minutes", "1.2", "--preset", "tiny"]
     command += ["--output_dir", str(tmp_path / "out"), "--sft_args", f"{common} {tmp_path}/chats.jsonl"]
-    command += ["--pretrain_args", f"{common} {tmp_path}/text.jsonl {size} --logging_steps 1"]
+    command += ["--pretrain_args", f"{common} {tmp_path}/text.jsonl {size}"]
     # A plan of an earlier launch: the first one has measured.
     (tmp_path / "out").mkdir()
-    plan = {"used_seconds": 20.0, "preset": "tiny", "steps": {"pretrain": 100}}
+    flags = ["--max_minutes", "0.3", "--train_fraction", "1", "--validation_fraction", "0.1"]
+    plan = {"used_seconds": 20.0, "preset": "tiny", "pace": 1e4, "flags": {"pretrain": flags}}
     (tmp_path / "out/plan.json").write_text(json.dumps(plan))
 
     # Another run in the directory that the preset names by default does not disturb.
@@ -125,10 +144,12 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     second = subprocess.run(command, timeout=500, **options)
     assert second.returncode == 0, second.stdout
     plan = json.loads((tmp_path / "out/plan.json").read_text())
-    assert 20 < used < plan["used_seconds"] and plan["steps"]["pretrain"] == 100 and plan["steps"]["sft"] >= 2
+    assert 20 < used < plan["used_seconds"] and plan["flags"].keys() == {"pretrain", "sft"}
     base, chat = (read_run(tmp_path / "out" / stage) for stage in ("pretrain", "sft"))
     assert [launch["resumed_from"] is None for launch in base.launches] == [True, False]
-    assert [run.log[-1]["step"] for run in (base, chat)] == [100, plan["steps"]["sft"]]
+    assert all(run.last("learning_rate") < 0.2 * max(run.series("learning_rate")[1]) for run in (base, chat))
+    # The budget is too short for an evaluation before the first step.
+    assert chat.series("eval_loss")[0][0] > 0
     page = (tmp_path / "out/report.html").read_text()
     assert "in the second half of the steps" in page and "distinct-2 of the answers" in page
     assert second.stdout.rstrip().endswith(f"hf-pretrain chat --model_name_or_path {tmp_path}/out/sft")

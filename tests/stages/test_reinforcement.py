@@ -1,193 +1,35 @@
-"""GRPO and RLOO on toy models: the router loss by its formula, the reference model, tools, and the recipe."""
+"""GRPO and RLOO on toy models: what moves, the reference model, tools, MiniMind's losses, and the recipe."""
 
-import copy
 import json
 import math
 import re
 import shlex
-import time
+import sys
 
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers.utils import get_json_schema
 
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.data.encoding import EMPTY_THOUGHT
-from hf_pretrain.data.formats import BadRecord
+from hf_pretrain.inference.tools import calculator
 from hf_pretrain.reports.run_files import read_run
-from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.stages.reinforcement import (
-    ALGORITHMS,
-    GRPOTrainingArguments,
-    MiniMindGRPOTrainer,
-    TaskArguments,
-    task_check,
-)
-from hf_pretrain.stages.rewards import REWARDS, agent_reward
-from hf_pretrain.stages.tools import calculator
-from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
+from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.recipe import train_and_evaluate
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import EXPERTS, LikeMPS, check_start_of_workers, toy_model
+from tests.rollouts import make_model, toy_tasks, toy_trainer
+from tests.toys import EXPERTS, LikeMPS, check_start_of_workers
+from tests.trainers import frozen
 
 
 RECIPE = str(ROOT / "recipes/grpo.py")
-COEFFICIENT = 0.5
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    texts = [
-        "What is 12 + 30? Blue sky. Green tree.",
-        '{"name": "calculator", "arguments": {"expression": "2 + 3"}}',
-    ] * 9
-    return train_tokenizer(texts, vocab_size=360)
-
-
-def make_model(**fields) -> MiniMindForCausalLM:
-    return toy_model(**{"vocab_size": 360, "max_position_embeddings": 512} | fields)
-
-
-def toy_tasks(num_tasks: int = 16) -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Sky {n}?"}] for n in range(num_tasks)]})
-
-
-def long_reward(completions, **columns):
-    return [float(len(completion[0]["content"])) for completion in completions]
-
-
-def toy_trainer(tokenizer, tmp_path, *, model=None, algorithm="grpo", trainer=None, **kwargs):
-    defaults = {
-        "output_dir": str(tmp_path / "run"),
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "disable_tqdm": True,
-    }
-    arguments = GRPOTrainingArguments(**defaults | kwargs, algorithm=algorithm)
-    return ALGORITHMS[algorithm](
-        model or make_model(),
-        args=arguments,
-        processing_class=tokenizer,
-        **{"reward_funcs": long_reward, "train_dataset": toy_tasks()} | (trainer or {}),
-    )
-
-
-# Router loss
-
-
-def written_router_loss(model: MiniMindForCausalLM, input_ids: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return Switch Transformers' loss, expert by expert and token by token, from the routers' logits."""
-    logits_of: list[torch.Tensor] = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda module, args, output: logits_of.append(output[0]))
-        for layer in model.model.layers
-    ]
-    with torch.no_grad():
-        model.model(input_ids=input_ids, attention_mask=mask)
-    for hook in hooks:
-        hook.remove()
-    total = 0.0
-    for row in range(len(input_ids)):
-        for logits in logits_of:
-            table = logits.view(*input_ids.shape, -1)[row][mask[row].bool()].softmax(-1).tolist()
-            experts = range(len(table[0]))
-            chosen = [sorted(experts, key=lambda e, token=token: -token[e])[:2] for token in table]
-            for expert in experts:
-                load = sum(expert in choice for choice in chosen) / (2 * len(table))
-                total += len(experts) * load * sum(token[expert] for token in table) / len(table)
-    return total / len(input_ids)
-
-
-def toy_batch(trainer) -> dict[str, torch.Tensor]:
-    """Return inputs of `compute_loss` as TRL makes them: one prompt padded left, one completion padded right."""
-    torch.manual_seed(1)
-    ones = torch.ones(2, 4, dtype=torch.long)
-    prompt_mask, completion_mask = ones.clone(), ones.clone()
-    prompt_mask[0, :2] = 0
-    completion_mask[1, 3:] = 0
-    return {
-        "prompt_ids": torch.randint(40, 300, (2, 4)),
-        "prompt_mask": prompt_mask,
-        "completion_ids": torch.randint(40, 300, (2, 4)),
-        "completion_mask": completion_mask,
-        "advantages": torch.tensor([1.0, -1.0]),
-        "num_items_in_batch": completion_mask.sum(),
-    }
-
-
-def test_the_speed_counts_the_time_of_steps_without_a_generation(tokenizer, tmp_path):
-    """Two steps use the completions of one generation, and each step logs."""
-    model = make_model(num_experts=4)
-    flags = {"max_steps": 4, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 4}
-    data = {"eval_dataset": toy_tasks(4)}
-    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer=data, **flags)
-    begin = time.perf_counter()
-    trainer.train()
-    took = time.perf_counter() - begin
-    log = trainer.state.log_history
-    steps = [entry for entry in log if "loss" in entry]
-    assert ["tokens_per_second" in entry for entry in steps] == [True, False, True, False]
-    logged = [entry["training_seconds"] for entry in steps]
-    assert all(entry["training_seconds"] > entry["step_time"] > 0 for entry in steps), "TRL's own clock of a step"
-    (evaluation,) = [entry["eval_runtime"] for entry in log if "eval_runtime" in entry]
-    assert sum(logged) < took - evaluation
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_the_router_loss_is_ours_by_its_formula(tokenizer, tmp_path, algorithm, num_micro_batches):
-    losses = []
-    for coefficient in (COEFFICIENT, 0.0):
-        model = make_model(num_experts=4, router_aux_loss_coef=coefficient)
-        trainer = toy_trainer(tokenizer, tmp_path, model=model, algorithm=algorithm)
-        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = num_micro_batches
-        model.train()
-        batch = toy_batch(trainer)
-        if algorithm == "rloo":
-            batch["old_logps"] = torch.zeros(2)
-        losses.append(trainer.compute_loss(model, batch))
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    expected = COEFFICIENT * written_router_loss(model, ids, mask)
-    # TRL's GRPO itself divides by the number of micro-batches. For RLOO, Trainer does.
-    expected /= num_micro_batches if algorithm == "grpo" else 1
-    assert (losses[0] - losses[1]).item() == pytest.approx(expected, rel=1e-5)
-    losses[0].backward()
-
-
-def test_the_router_loss_reaches_the_routers_and_only_while_training(tokenizer, tmp_path):
-    model = make_model(num_experts=4, router_aux_loss_coef=COEFFICIENT)
-    trainer = toy_trainer(tokenizer, tmp_path, model=model)
-    trainer.current_gradient_accumulation_steps = 1
-    batch = toy_batch(trainer) | {"advantages": torch.zeros(2)}
-    model.train()
-    trainer.compute_loss(model, batch).backward()
-    assert all(layer.mlp.gate.weight.grad.abs().max() > 0 for layer in model.model.layers)
-    assert len(trainer._metrics["train"]["aux_loss"]) == 1
-    model.eval()
-    with torch.no_grad():
-        assert trainer.compute_loss(model, batch).item() == 0.0
-    assert not trainer._metrics["eval"]["aux_loss"]
-
-
-# Training
 
 
 @pytest.mark.parametrize(
@@ -223,11 +65,6 @@ def test_evaluations_do_not_change_what_is_learnt(tokenizer, tmp_path, algorithm
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_workers_need_not_fork(tokenizer, tmp_path, algorithm):
-    check_start_of_workers(toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader())
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_apple_gpus_have_what_a_run_needs(tokenizer, tmp_path, algorithm):
     arguments = {"algorithm": algorithm, "beta": 0.1, "save_strategy": "steps", "save_steps": 1}
     with LikeMPS():
@@ -239,11 +76,14 @@ def test_apple_gpus_have_what_a_run_needs(tokenizer, tmp_path, algorithm):
     assert again.state.global_step == 2
 
 
-def test_the_reference_is_the_policy_at_the_start(tokenizer, tmp_path):
+def test_the_reference_is_the_policy_at_the_start_and_nothing_assigns_to_an_argument(tokenizer, tmp_path, monkeypatch):
     model = make_model()
     start_weights = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = toy_trainer(tokenizer, tmp_path, model=model, beta=0.1, max_steps=3, warmup_steps=0)
-    trainer.train()
+    # Both models divide their logits by the temperature: a reference without it gives a KL divergence at the start.
+    arguments = {"beta": 0.1, "max_steps": 3, "warmup_steps": 0, "temperature": 0.5}
+    trainer = toy_trainer(tokenizer, tmp_path, model=model, **arguments)
+    with frozen(monkeypatch, trainer.args):
+        trainer.train()
     # The reference has no dropout.
     assert not any(module.training for module in trainer.ref_model.modules())
     reference = trainer.ref_model.state_dict()
@@ -259,8 +99,8 @@ def prompts_of(loader) -> list[str]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path, algorithm):
-    trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm)
-    loader = trainer.get_train_dataloader()
+    loader = toy_trainer(tokenizer, tmp_path, algorithm=algorithm).get_train_dataloader()
+    check_start_of_workers(loader)
     first = prompts_of(loader)
     loader.set_epoch(1)
     whole = prompts_of(loader)
@@ -272,18 +112,6 @@ def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path
         resumed.set_epoch(1)
         batches = [whole[start : start + 4] for start in range(4 * rank, len(whole), 8)]
         assert prompts_of(resumed) == sum(batches[3:], [])
-
-
-@pytest.mark.parametrize(("ratio", "has_empty_thought"), [(1, False), (0, True), (None, False)])
-def test_thinking_on_and_off(tokenizer, tmp_path, ratio, has_empty_thought):
-    trainer = toy_trainer(tokenizer, tmp_path, thinking_ratio=ratio)
-    (ids,) = trainer._tokenize_prompts([[{"role": "user", "content": "Sky?"}]])[0]
-    assert tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") is has_empty_thought
-    # MiniMind-3's own template uses another variable name.
-    assert (trainer.args.chat_template_kwargs or {}).get("open_thinking") is (None if ratio is None else False)
-
-
-# Tools
 
 
 def teach(model: MiniMindForCausalLM, tokenizer, conversation: list[dict], tools: list) -> None:
@@ -338,55 +166,9 @@ def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(to
     assert (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (1.0, 0.0)
 
 
-def test_each_rollout_has_the_tools_and_the_thinking_of_its_record(tokenizer, tmp_path):
-    """Replace only the sampling, and look at what the model would read, before and after the result of a tool."""
-    schemas = [get_json_schema(tool) for tool in MINIMIND_TOOLS]
-    subsets = [schemas[number % 6 : number % 6 + 2] for number in range(60)]
-    prompts = [
-        [{"role": "user", "content": f"Sky {number}?", "tools": json.dumps(subset) if number % 2 else None}]
-        for number, subset in enumerate(subsets)
-    ]
-    model = make_model(max_position_embeddings=4096)
-    flags = {"thinking_ratio": 0.5, "max_completion_length": 2000, "max_tool_calling_iterations": 2}
-    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer={"tools": MINIMIND_TOOLS}, **flags)
-    read: list[list[str]] = []
-    reply = tokenizer.encode(f"<tool_call>\n{CALL % '1'}\n</tool_call><|im_end|>", add_special_tokens=False)
-
-    def sample(prompt_ids, *args, **kwargs):
-        read.append(tokenizer.batch_decode(prompt_ids))
-        return [reply] * len(prompt_ids), None
-
-    trainer._generate_single_turn = sample
-    trainer._sync_tool_dicts = [{tool.__name__: tool for tool in MINIMIND_TOOLS}] * len(prompts)
-    trainer._async_tool_dicts = [{}] * len(prompts)
-    trainer._generate(prompts)
-    for number, text in enumerate(read[0]):
-        offered = re.findall(r'"function", "function": {"name": "(\w+)"', text)
-        assert offered == [tool["function"]["name"] for tool in (subsets[number] if number % 2 else schemas)]
-    # A prompt without the empty thought asks for a thought.
-    thinks = [not text.endswith(EMPTY_THOUGHT) for text in read[0]]
-    assert 18 < sum(thinks) < 42 and len(read) == 3
-    for texts in read[1:]:
-        assert all("<tool_response>" in text for text in texts)
-        assert [not text.endswith(EMPTY_THOUGHT) for text in texts] == thinks
-    # Neither the order nor the batch matters.
-    again = [tokenizer.decode(trainer._tokenize_prompts([prompt])[0][0]) for prompt in reversed(prompts)]
-    assert again == read[0][::-1]
-
-
-def test_tasks_whose_tools_the_model_could_not_use_are_refused(tokenizer):
-    prompt = [{"role": "user", "content": "Sky?", "tools": json.dumps([get_json_schema(calculator)])}]
-    length, how = REWARDS["length"], {"max_prompt_length": 4000}
-    task_check([length], tokenizer, tools=[calculator], **how)({"prompt": prompt})
-    with pytest.raises(BadRecord, match="offers the tool calculator, which is not in --tools"):
-        task_check([length], tokenizer, tools=MINIMIND_TOOLS, **how)({"prompt": prompt})
-    mute = copy.deepcopy(tokenizer)
-    mute.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UserError, match="describes no tools"):
-        task_check([length], mute, **how)({"prompt": prompt})
-
-
 BRACKETS = "[" * 100_000
+
+
 CALL = '{"name": "get_current_weather", "arguments": {"location": %s}}'
 
 
@@ -418,22 +200,7 @@ def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
         assert [message["role"] for message in completions[-1]][:2] == ["assistant", "tool"]
 
 
-def test_the_calculator_equals_python_and_does_nothing_else():
-    """MiniMind's calculator evaluates an expression with Python, without built-in functions and with `math`."""
-    for expression in ("12 * (3 + 4) / -2", "2**64 % 1000", "math.pi * 2**2", "math.log(8, 2)"):
-        assert calculator(expression) == str(eval(expression, {"__builtins__": {}, "math": math}))
-    assert calculator("（2^10 − 24）÷ 10") == "100.0"
-    for expression in ("__import__('os')", "9 ** 9 ** 9", "'a' * 3", "1 +", "math.factorial(9**9)", "abs(-3)", "1,2"):
-        with pytest.raises((ValueError, SyntaxError)):
-            calculator(expression)
-
-
-# Arguments
-
-
 def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
-    from hf_pretrain.training.training_arguments import LMTrainingArguments
-
     ours = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     base = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     own = {"learning_rate", "optim_preset", "max_grad_norm", "remove_unused_columns", "run_name", "logging_dir"}
@@ -449,32 +216,16 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
         ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"tp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
         ({"use_transformers_continuous_batching": True}, "needs a paged cache"),
+        ({"temperature": 0.0}, "--temperature 0.0 must be above 0"),
+        ({"loss_type": "sappo"}, "--loss_type sappo is unknown; the nearest one is sapo"),
+        ({"algorithm": "rloo", "loss_type": "dr_grpo"}, "--loss_type dr_grpo has no effect with --algorithm rloo"),
+        ({"algorithm": "rloo", "scale_rewards": "batch"}, "--scale_rewards batch has no effect"),
+        ({"algorithm": "rloo", "entropy_coef": 0.1}, "--entropy_coef 0.1 has no effect"),
     ],
 )
 def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
     with pytest.raises(ValueError, match=words):
         GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
-
-
-def rewards_of_steps(*values: float | None):
-    """Return a reward function that gives each completion of step `n` the value `values[n]`."""
-    return lambda completions, trainer_state, **columns: [values[trainer_state.global_step]] * len(completions)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_steps_without_a_reward_log_no_reward(tokenizer, tmp_path, capsys, algorithm):
-    options = {"reward_funcs": rewards_of_steps(1.0, None, 3.0, None), "eval_dataset": toy_tasks(4)}
-    trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer=options, max_steps=3)
-    (tmp_path / "run").mkdir(exist_ok=True)
-    metrics, _ = train_and_evaluate(trainer, checkpoint=None)
-    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"step \d/3: loss", line)]
-    assert [re.findall("reward ([^,]+)", line) for line in lines] == [["1.0000"], [], ["3.0000"]]
-    # After the last step, no completion gets a reward.
-    assert "eval_runtime" in metrics and "eval_reward" not in metrics
-    assert not [entry for entry in trainer.state.log_history if None in entry.values()]
-
-
-# MiniMind's own losses
 
 
 def minimind_loss(model, reference, batch: dict[str, torch.Tensor], rewards: torch.Tensor, loss_type: str):
@@ -515,13 +266,8 @@ def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_pat
     )
     given = torch.rand(12, generator=torch.Generator().manual_seed(2))
     model = make_model()
-    trainer = MiniMindGRPOTrainer(
-        model,
-        args=args,
-        reward_funcs=lambda completions, **columns: given.tolist(),
-        train_dataset=toy_tasks(),
-        processing_class=tokenizer,
-    )
+    data = {"reward_funcs": lambda completions, **columns: given.tolist(), "train_dataset": toy_tasks()}
+    trainer = MiniMindGRPOTrainer(model, args=args, processing_class=tokenizer, **data)
     assert trainer.generation_config.temperature == 0.8
     # Away from the reference, so that the KL term has a gradient.
     torch.manual_seed(3)
@@ -551,9 +297,6 @@ def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_pat
     assert torch.dist(ours, theirs) > 0.05 * theirs.norm()
 
 
-# The recipe
-
-
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("grpo")
@@ -578,10 +321,9 @@ def log_of(workspace, output_dir: str) -> list[dict]:
     return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
 
 
-def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
-    saving = ("--save_strategy", "steps", "--save_steps", "2", "--max_steps", "4")
+def test_the_recipe_saves_pushes_and_reports(workspace):
     with HubServer() as server:
-        flags = (*saving, "--push_to_hub", "--hub_model_id", "user/toy")
+        flags = ("--save_strategy", "steps", "--max_steps", "4", "--push_to_hub", "--hub_model_id", "user/toy")
         command = [*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "whole", *flags)]
         whole = start(command, **server.client_environment())
         assert whole.returncode == 0, whole.stdout[-3000:]
@@ -607,15 +349,6 @@ def test_the_recipe_saves_pushes_and_resumes(workspace, tmp_path):
     assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: length, arithmetic" in card
     assert "validation loss" not in card and "trl" not in card.lower()
 
-    (run / "checkpoint-4").rename(workspace / "checkpoint-4")
-    again = [*recipe_arguments(workspace, "whole", *saving), "--resume_from_checkpoint", "auto"]
-    resumed = start([*launcher_command("python"), RECIPE, *again])
-    assert resumed.returncode == 0, resumed.stdout[-3000:]
-    assert [entry["step"] for entry in log_of(workspace, "whole") if "reward" in entry] == [1, 2, 3, 4]
-    first = load_file(workspace / "checkpoint-4/model.safetensors")
-    second = load_file(run / "model.safetensors")
-    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
-
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
@@ -634,3 +367,9 @@ def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher
     assert any(
         (weights[name] != value).any() for name, value in load_file(workspace / "toy/model.safetensors").items()
     )
+
+
+def test_a_typed_flag_without_effect_is_refused_whatever_its_value(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--algorithm", "rloo", "--loss-type=cispo"])
+    with pytest.raises(ValueError, match="--loss_type cispo has no effect with --algorithm rloo"):
+        GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, algorithm="rloo", loss_type="cispo")

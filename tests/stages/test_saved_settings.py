@@ -13,7 +13,7 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
 RECORD = {"text": "The sky is blue.", "prompt": "Sky?", "completion": "Blue.", "chosen": "Blue.", "rejected": "Red."}
-ONLINE = ["--rewards", "tests.stages.test_reinforcement:long_reward"]
+ONLINE = ["--rewards", "tests.rollouts:long_reward"]
 ONLINE += ["--max_completion_length", "4", "--num_generations", "2"]
 STAGES = {
     "pretrain": ["pretrain", "--activation_checkpointing"],

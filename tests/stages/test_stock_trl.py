@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from hf_pretrain.tokenizer.pretrained import save_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from tests.weights.test_exporting import TEXT
+from tests.models import TEXT
 
 
 trl = pytest.importorskip("trl")

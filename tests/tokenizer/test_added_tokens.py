@@ -1,6 +1,8 @@
 """Words that a run adds to a tokenizer (`--add_tokens`), and tokenizers without bos."""
 
+import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +18,19 @@ from hf_pretrain.tokenizer.chat_template import mark_template
 from hf_pretrain.tokenizer.control_tokens import encode_documents, encode_rendered
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl
+
+
+SIZES = "hidden_size=32,num_attention_heads=4,num_key_value_heads=2,vocab_size=320"
 
 
 @pytest.fixture
 def toy(tmp_path) -> ModelArguments:
     """Return the arguments of a toy model whose tokenizer gets two words."""
-    texts = [
-        f"the {word} walks under the bridge" for word in ("river", "stone", "green light", "seven", "quiet animal")
-    ]
+    words = ("river", "stone", "green light", "seven", "quiet animal")
+    texts = [f"the {word} walks under the bridge" for word in words]
     tokenizer = train_tokenizer(texts * 4, vocab_size=320)
     assert len(tokenizer) == 320
     toy_model(vocab_size=320).save_pretrained(tmp_path / "toy")
@@ -54,14 +58,22 @@ def test_words_are_tokens_in_text_and_their_rows_begin_at_the_mean(toy):
     torch.testing.assert_close(rows[320:], old_rows.mean(0).expand(2, -1), rtol=0, atol=1e-3)
     inputs = torch.tensor([encode_documents(["the river"], tokenizer)[0]])
     torch.testing.assert_close(model(inputs).logits[..., :320], old(inputs).logits)
-    sizes = "hidden_size=32,num_attention_heads=4,num_key_value_heads=2,vocab_size=320"
-    new = ModelArguments(
-        tokenizer_name_or_path=toy.model_name_or_path, add_tokens=toy.add_tokens, config_overrides=sizes
-    )
+    names = {"tokenizer_name_or_path": toy.model_name_or_path, "add_tokens": toy.add_tokens}
+    new = ModelArguments(**names, config_overrides=SIZES)
     assert load_model(new, new.load_tokenizer()).get_input_embeddings().weight.shape == (322, 32)
-    toy.add_tokens += "x"
+    # An untied head still computes the loss without all logits.
+    untied = dataclasses.replace(new, config_overrides=f"{SIZES},tie_word_embeddings=false")
+    load_model(untied, toy.load_tokenizer()).save_pretrained(f"{toy.model_name_or_path}-untied")
+    Path(toy.add_tokens).write_text("watershed\n\n天气预报\nestuary\n", encoding="utf-8")
+    toy.model_name_or_path += "-untied"
+    resized = load_model(toy, new.load_tokenizer())
+    assert resized.lm_head.weight.shape == (323, 32)
+    outputs, whole = (resized(inputs, labels=inputs, skip_logits=is_fused) for is_fused in (True, False))
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, whole.loss)
+    new.add_tokens += "x"
     with pytest.raises(UserError, match="Name a text file with a token per line"):
-        toy.load_tokenizer()
+        new.load_tokenizer()
 
 
 def test_words_keep_their_ids_beside_control_tokens_outside_the_base_vocabulary():
@@ -110,8 +122,7 @@ def test_a_tokenizer_without_bos_trains_and_evaluates(toy, tmp_path):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     data = write_jsonl(tmp_path / "data.jsonl", [f"the river {n} under the bridge" for n in range(40)])
     flags = ["--dataset_name", data, *"--use_cpu --bf16 false --report_to none --validation_fraction 0.2".split()]
-    sizes = "hidden_size=32,num_attention_heads=4,num_key_value_heads=2,vocab_size=320"
-    train = ["--tokenizer_name_or_path", str(tmp_path / "tokenizer"), "--config_overrides", sizes]
+    train = ["--tokenizer_name_or_path", str(tmp_path / "tokenizer"), "--config_overrides", SIZES]
     train += ["--max_length", "32", "--max_steps", "2", "--output_dir", str(tmp_path / "run")]
     result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *flags, *train])
     assert result.returncode == 0 and "Validation loss" in result.stdout, result.stdout[-3000:]

@@ -9,11 +9,10 @@ from datasets import Dataset
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.run_files import Run
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.callbacks import AddedFigures, answer_figures, measure_answers
-from hf_pretrain.training.end_report import choose_questions, generate
-from hf_pretrain.training.recipe import train_and_evaluate
+from hf_pretrain.training.run import train_and_evaluate
+from hf_pretrain.training.samples import AddedFigures, answer_figures, choose_questions, generate, measure_answers
 from tests.toys import toy_model
-from tests.training.test_masked_loss_trainer import make_documents, make_model, make_trainer
+from tests.trainers import make_documents, make_model, make_trainer
 
 
 EOS = 2
@@ -24,8 +23,8 @@ def test_figures_equal_their_formulas():
     # Bigrams: 56, 65, 56, 65, 56, 65 | 78 | none. 4-grams: 5656, 6565, 5656, 6565.
     answers = [[5, 6, 5, 6, 5, 6, 5, EOS], [7, 8], [EOS]]
     expected = {"eval_ended_answers": 2 / 3, "eval_answer_tokens": 9 / 3, "eval_distinct_2": 3 / 7}
-    assert answer_figures(answers, eos_token_id=EOS) == pytest.approx(expected | {"eval_repeated_4grams": 2 / 4})
-    assert answer_figures([[5], [EOS]], eos_token_id=EOS) == {"eval_ended_answers": 0.5, "eval_answer_tokens": 0.5}
+    assert answer_figures(answers, stop_tokens=[EOS]) == pytest.approx(expected | {"eval_repeated_4grams": 2 / 4})
+    assert answer_figures([[5], [EOS]], stop_tokens=[EOS]) == {"eval_ended_answers": 0.5, "eval_answer_tokens": 0.5}
 
 
 def test_padded_prompts_get_the_greedy_answers_of_single_ones():
@@ -43,7 +42,7 @@ def test_padded_prompts_get_the_greedy_answers_of_single_ones():
     single = [generate(model, tokenizer, [prompt], **settings)[0] for prompt in prompts]
     assert generate(model, tokenizer, prompts, **settings) == single and len(set(map(tuple, single))) > 1
     # `generate` ends an answer at its stop token, as this one does at its third.
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(single[0][2])
+    model.generation_config.eos_token_id = [single[0][2], EOS]
     stopped = generate(model, tokenizer, prompts, **settings)
     assert stopped[0] == single[0][: single[0].index(single[0][2]) + 1]
     assert measure_answers(model, tokenizer, conversations)["eval_ended_answers"] > 0

@@ -1,6 +1,7 @@
 """Test `RunTrainer`, the base of every stage's trainer, and `MaskedLossTrainer` in a notebook."""
 
 import os
+import re
 import signal
 import sys
 
@@ -9,27 +10,10 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.checkpoints.manifest import MANIFEST_NAME
-from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.training.base_trainer import RunTrainer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.invariants.launching import launcher_command, start
 from tests.toys import toy_model
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer
-
-
-ARGUMENTS = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "eval_strategy": "no"}
-
-
-def make_run_trainer(output_dir, **arguments) -> RunTrainer:
-    """Return a trainer without the masked loss, as in the TRL stages."""
-    arguments = ARGUMENTS | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2} | arguments
-    return RunTrainer(
-        model=toy_model(vocab_size=64),
-        args=LMTrainingArguments(output_dir=str(output_dir), **arguments),
-        data_collator=DataCollatorForPackedRows(0),
-        train_dataset=make_documents(),
-        eval_dataset=make_documents(),
-    )
+from tests.trainers import ARGUMENTS, make_documents, make_run_trainer, make_trainer
 
 
 def test_a_finished_run_trains_no_more_steps(tmp_path):
@@ -43,16 +27,6 @@ def test_a_finished_run_trains_no_more_steps(tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
     # The trainer has loaded the weights of the last checkpoint.
     assert any(not torch.equal(before[name], value) for name, value in finished.model.named_parameters())
-
-
-def test_the_newest_checkpoint_may_lack_a_manifest_if_the_resume_may_be_inexact(tmp_path):
-    make_run_trainer(tmp_path).train()
-    (tmp_path / "checkpoint-4" / MANIFEST_NAME).unlink()
-    with pytest.raises(ValueError, match=MANIFEST_NAME):
-        make_run_trainer(tmp_path).train(resume_from_checkpoint=True)
-    trainer = make_run_trainer(tmp_path, max_steps=5, allow_inexact_resume=True)
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 5 and trainer._checkpoint == str(tmp_path / "checkpoint-4")
 
 
 def test_an_error_is_recorded_and_raised(tmp_path, monkeypatch):
@@ -95,10 +69,12 @@ def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path,
 
 def test_our_arguments_need_no_validation_set(tmp_path):
     """Use the example of `hf_pretrain.training`."""
-    args = LMTrainingArguments(output_dir=str(tmp_path), **{k: v for k, v in ARGUMENTS.items() if k[:4] != "eval"})
+    often = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "load_best_model_at_end": True}
+    args = LMTrainingArguments(output_dir=str(tmp_path), save_steps=1, logging_steps=1, **ARGUMENTS | often)
     trainer = MaskedLossTrainer(toy_model(vocab_size=64), args, train_dataset=make_documents())
     trainer.train()
     assert trainer.state.global_step == 2
+    assert not any(key.startswith("eval_") for entry in trainer.state.log_history for key in entry)
 
 
 def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
@@ -110,3 +86,36 @@ def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
 
     never, often = trained("never"), trained("often", eval_strategy="steps", eval_steps=1)
     assert all(torch.equal(weight, often[name]) for name, weight in never.items())
+
+
+# Both ranks have the same weights and rows.
+DROPOUT = """
+import sys
+import torch
+from tests.toys import toy_model
+from tests.trainers import make_trainer
+
+rows = [{"input_ids": list(range(2, 18)), "labels": list(range(2, 18)), "seq_lengths": [16]}] * 8
+trainer = make_trainer(sys.argv[1], rows, model=toy_model(vocab_size=64, dropout=float(sys.argv[2])), batch=4)
+losses, compute_loss = [], trainer.compute_loss
+
+def keep(*args, **kwargs):
+    losses.append(compute_loss(*args, **kwargs))
+    return losses[-1]
+
+trainer.compute_loss = keep
+trainer.args.max_steps = 1
+trainer.train()
+both = trainer.run.ranks.gather(losses[0].detach())
+if trainer.run.ranks.rank == 0:  # Lines that two ranks print at once mix.
+    print("losses", *[loss.item() for loss in both], flush=True)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("dropout", "is_equal"), [(0.5, False), (0.0, True)])
+def test_each_rank_draws_its_own_dropout(tmp_path, dropout, is_equal):
+    (tmp_path / "train.py").write_text(DROPOUT)
+    result = start([*launcher_command("torchrun"), str(tmp_path / "train.py"), str(tmp_path / "run"), str(dropout)])
+    first, second = re.search(r"^losses (\S+) (\S+)$", result.stdout, re.MULTILINE).groups()
+    assert (first == second) is is_equal

@@ -1,11 +1,18 @@
-"""A step larger than the data, and streams without rows."""
+"""A step larger than the data, streams without rows, and streams with several readers."""
+
+import itertools
+import json
+from collections import Counter
 
 import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from tests.training.test_masked_loss_trainer import make_trainer
+from hf_pretrain.data.documents import load_documents
+from tests.invariants.launching import launcher_command, start
+from tests.toys import write_jsonl
+from tests.trainers import make_trainer
 
 
 ROWS = [{"input_ids": [1, 5 + number, 9, 2], "seq_lengths": [4]} for number in range(22)]
@@ -32,13 +39,48 @@ def test_a_step_beyond_the_data_is_one_pass(tmp_path, rows):
         torch.testing.assert_close(model, models[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_worker_of_the_loader_may_have_no_share_of_a_stream(tmp_path):
-    """A stream of one file has one shard, so only one of two workers reads it."""
-    stream = datasets.IterableDataset.from_generator(lambda: iter(Stream()))
-    trainer = make_trainer(tmp_path, stream, arguments={"dataloader_num_workers": 2})
-    trainer.train()
-    # Six steps are two passes. Tokens of padding rows do not count.
-    assert trainer.state.global_step == 6 and trainer.state.num_input_tokens_seen == 2 * 22 * 4
+# Two files of very different sizes, whose documents fill 100 batches of 16 rows.
+SIZES = {"small": 100, "large": 1500}
+
+
+def read_passes(directory, num_passes: int = 2, **arguments) -> list[list[int]]:
+    """Return the numbers of the documents that this rank reads in some passes over a shuffled stream, by batch."""
+    documents, _ = load_documents(
+        [str(directory / f"{name}.jsonl") for name in SIZES], streaming=True, validation_fraction=0
+    )
+    rows = documents.map(
+        lambda row: {"input_ids": [1, *divmod(int(row["text"]), 60)], "seq_lengths": [3]}, remove_columns="text"
+    )
+    num_ranks = int(torch.distributed.is_torchelastic_launched()) + 1
+    trainer = make_trainer(directory, rows.shuffle(seed=1, buffer_size=500), batch=16 // num_ranks, **arguments)
+    batches = itertools.islice(trainer.get_train_dataloader(), 100 * num_passes)
+    return [[60 * high + low for _, high, low in batch["input_ids"].tolist()] for batch in batches]
+
+
+@pytest.mark.distributed
+def test_every_document_of_a_stream_is_read_once_per_pass_by_any_number_of_readers(tmp_path):
+    numbers = itertools.count()
+    for name, size in SIZES.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [str(next(numbers)) for _ in range(size)])
+    expected = read_passes(tmp_path)
+    assert Counter(itertools.chain(*expected)) == dict.fromkeys(range(1600), 2)
+    # Each pass has an order of its own.
+    assert expected[:100] != expected[100:]
+    assert read_passes(tmp_path, arguments={"dataloader_num_workers": 3}) == expected
+    code = f"""
+import json, os, pathlib
+from tests.training.test_batches_beyond_the_data import read_passes
+directory = pathlib.Path({str(tmp_path)!r})
+batches = read_passes(directory, arguments={{"dataloader_num_workers": 2}})
+(directory / f"rank{{os.environ['RANK']}}").write_text(json.dumps(batches))
+"""
+    script = tmp_path / "two_ranks.py"
+    script.write_text(code)
+    result = start([*launcher_command("torchrun"), str(script)])
+    assert result.returncode == 0, result.stdout
+    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    # The ranks share each batch of one process.
+    assert [first + second for first, second in zip(*ranks, strict=True)] == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

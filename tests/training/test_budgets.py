@@ -11,17 +11,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 
+from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import budgets
 from hf_pretrain.training.callbacks import LogLinesCallback
-from hf_pretrain.training.recipe import train_and_evaluate
+from hf_pretrain.training.run import Run, train_and_evaluate
+from hf_pretrain.training.settling import TrainerData, settle
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
-from tests.toys import write_jsonl
-from tests.training.test_base_trainer import make_run_trainer
-from tests.training.test_stopping import AtStep
+from tests.toys import toy_model, write_jsonl
+from tests.trainers import AtStep, make_run_trainer
 
 
 WORDS = ["--max_length", "32", "--use_cpu", "--bf16", "false", "--report_to", "none"]
@@ -70,6 +73,22 @@ def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(run):
     assert 2000 <= state["num_input_tokens_seen"] < 2000 + per_step and state["global_step"] == state["max_steps"]
 
 
+def test_a_budget_counts_the_rows_of_a_stream_in_full_and_none_that_drop_last_leaves_out():
+    rows = Dataset.from_dict({"input_ids": [[1]] * 21})
+    for data, num_tokens, given, expected in (
+        # A step of 8 rows of a stream has 512 tokens.
+        (rows.to_iterable_dataset(), None, {}, (1, 4)),
+        (rows, 400, {}, (2000 / 400, -1)),
+        # A pass leaves out 5 of the 21 rows.
+        (rows, 420, {"dataloader_drop_last": True}, (2000 / 320, -1)),
+        (rows, 420, {"dataloader_drop_last": True, "gradient_accumulation_steps": 2}, (2000 / 320, -1)),
+    ):
+        given |= {"max_tokens": "2K", "per_device_train_batch_size": 8, "use_cpu": True, "report_to": "none"}
+        args, collator = LMTrainingArguments(**given), DataCollatorForPackedRows(0, max_length=64)
+        settle(Run(args), TrainerData(data, None, collator, num_tokens), toy_model())
+        assert (args.num_train_epochs, args.max_steps) == pytest.approx(expected)
+
+
 def test_own_validation_data_are_whole_and_have_their_own_figures(run):
     directory, output = run
     assert "Training: 40 documents" in output and "Validation code: 40 documents" in output
@@ -88,7 +107,7 @@ def test_own_validation_data_are_whole_and_have_their_own_figures(run):
     assert result.returncode == 0, result.stdout
     results = json.loads((directory / "evaluation.json").read_text())
     assert results["held_out"]["eval_loss"] == pytest.approx(code[-1], abs=1e-6)
-    assert "code.jsonl in sequences of 32: 40 documents" in results["data"]
+    assert "text of code.jsonl in sequences of 32: 40 documents" in results["data"]
 
 
 def make_overfitting_trainer(path, **arguments):
@@ -145,6 +164,13 @@ def rates(trainer) -> list[float]:
     return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
 
 
+def test_the_last_step_of_a_budget_of_time_is_logged(tmp_path, monkeypatch):
+    trainer = make_timed_trainer(tmp_path, monkeypatch, logging_steps=15)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "training_seconds" in entry]
+    assert [entry["step"] for entry in logs] == [15, 20]
+
+
 def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
     trainer = make_timed_trainer(tmp_path, monkeypatch)
     trainer.train()
@@ -172,7 +198,7 @@ def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
     [
         ({"max_tokens": "2B", "tokens_per_parameter": 20.0}, "exclude each other"),
         ({"max_minutes": 5.0, "warmup_steps": 10}, "must be a share below 1 with --max_minutes"),
-        ({"max_minutes": 0.0}, "--max_minutes 0.0 must be at least"),
+        ({"max_minutes": 0.0}, "--max_minutes 0.0 must be above 0"),
     ],
 )
 def test_wrong_budgets(tmp_path, arguments, message):

@@ -6,41 +6,32 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain.training.dry_run import _describe_memory, begin_dry_run, format_plan
+from hf_pretrain.training.dry_run import _describe_memory, format_plan
 from hf_pretrain.training.measurements import peak_memory_bytes
+from hf_pretrain.training.settling import settle_dry_run
 from tests.invariants.launching import ROOT, launcher_command
 from tests.test_recipes import start
 from tests.toys import write_jsonl
-from tests.training.test_base_trainer import make_run_trainer
+from tests.trainers import make_run_trainer
 
 
 def field(plan: str, label: str) -> str:
     return re.search(rf"^{label}\s+(.*)$", plan, re.MULTILINE)[1]
 
 
-def planned(tmp_path, dataset=None, **arguments) -> str:
-    trainer = make_run_trainer(tmp_path / "run", **arguments)
-    if arguments.get("per_device_train_batch_size") == 64:
-        # Thirteen rows do not fill a batch of 64, so each step is an epoch.
-        trainer.train_dataset = Dataset.from_list(trainer.train_dataset)
-    begin_dry_run(trainer.args)
-    return format_plan(trainer)
-
-
-def test_the_passes_are_those_of_the_run(tmp_path):
-    plan = planned(tmp_path, max_steps=20, per_device_train_batch_size=64)
-    assert "20.00 passes over 13 sequences" in field(plan, "Steps")
-
-
 def test_the_plan_has_the_figures_of_the_run(tmp_path):
-    trainer = make_run_trainer(tmp_path / "run", max_steps=50, save_steps=10, save_total_limit=2)
-    begin_dry_run(trainer.args)
-    trainer.run_facts.data = ["Training: 13 documents"]
+    # Thirteen rows do not fill a batch of 64, so each step is an epoch.
+    sizes = {"max_steps": 50, "save_steps": 10, "save_total_limit": 2, "per_device_train_batch_size": 64}
+    trainer = make_run_trainer(tmp_path / "run", **sizes)
+    trainer.train_dataset = Dataset.from_list(trainer.train_dataset)
+    settle_dry_run(trainer.args)
+    trainer.run.facts.data = ["Training: 13 documents"]
     plan = format_plan(trainer)
     number = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert field(plan, "Model").startswith(f"{number / 1e6:,.1f} M parameters")
     assert field(plan, "Data") == "Training: 13 documents"
-    assert field(plan, "Steps").startswith("50 of 8 sequences each")
+    assert field(plan, "Steps").startswith("50 of 64 sequences each")
+    assert "50.00 passes over 13 sequences" in field(plan, "Steps")
     assert re.match(r"[\d.e-]+ s per step, ", field(plan, "Time"))
     assert field(plan, "Disk").startswith(f"{12 * number / 1e6:,.0f} MB per checkpoint, 2 kept")
     assert field(plan, "Files").startswith(f"{tmp_path / 'run'}: ")

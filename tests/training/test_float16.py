@@ -8,7 +8,7 @@ import torch
 from hf_pretrain.training import training_arguments
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import EXPERTS, toy_model
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer, train
+from tests.trainers import make_documents, make_trainer, train
 
 
 def make_float16_trainer(*args, scale: float, **kwargs):

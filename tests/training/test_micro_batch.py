@@ -10,11 +10,15 @@ from datasets import Dataset
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.hub.model_card import RunFacts
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.training.measurements import flops_per_token
-from hf_pretrain.training.micro_batch import activation_bytes_per_token, fit_micro_batch, fitting_micro_batch
+from hf_pretrain.training.micro_batch import activation_bytes_per_token, fitting_micro_batch
 from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.run import Run
+from hf_pretrain.training.settling import TrainerData, _settle_micro_batch
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.toys import EXPERTS, toy_model
 
 
@@ -33,7 +37,8 @@ def fitted(tmp_path, model=None, *, free: float = 80 * GIB, on_cuda: bool = True
         patch.object(LMTrainingArguments, "device", device),
         patch("torch.cuda.mem_get_info", lambda device: (free, 100 * GIB)),
     ):
-        fit_micro_batch(args, model or toy_model(), rows, collator)
+        run = Run(args, facts=RunFacts(recipe="pretrain"))
+        _settle_micro_batch(run, TrainerData(rows, None, collator), model or toy_model())
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 24
     return args.per_device_train_batch_size, args.gradient_accumulation_steps
 
@@ -51,14 +56,11 @@ def test_the_largest_micro_batch_that_fits_is_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "arguments"),
     [
-        ({}, {"fit_micro_batch": False}),
-        ({}, {"torch_compile": False}),
-        ({}, {"bf16": False}),
+        *(({}, {name: False}) for name in ("fit_micro_batch", "torch_compile", "bf16", "on_cuda")),
         ({}, {"activation_checkpointing": True}),
         ({}, {"train_sampling_strategy": "group_by_length"}),
         ({"dropout": 0.1}, {}),
         (EXPERTS | {"router_aux_loss_level": "batch"}, {}),
-        ({}, {"on_cuda": False}),
     ],
 )
 def test_the_micro_batch_stays_where_the_estimate_or_the_loss_depends_on_more(tmp_path, overrides, arguments):
@@ -70,7 +72,7 @@ def test_a_typed_size_wins(tmp_path, flag):
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"fit_micro_batch": True, "per_device_train_batch_size": 4}))
     argv = ["--config", str(config), "--output_dir", str(tmp_path), *([flag] if flag else [])]
-    [args] = parse_args(LMTrainingArguments, argv=argv)
+    _, args = parse_args(ModelArguments, LMTrainingArguments, argv=argv)
     assert args.fit_micro_batch is (flag is None)
 
 

@@ -11,7 +11,7 @@ from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import BIN, ROOT, free_port, start
 from tests.toys import write_jsonl
 
@@ -34,17 +34,13 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
     assert (args.num_train_epochs, data.max_length, args.rows_per_step) == (3, 1024, 24 * 32)
     # MiniMind counts micro-batches: 100 / 32 and 10000 / 32.
     assert (args.logging_steps, args.save_steps, args.profile_interval) == (3, 312, 10)
-    assert "--model_preset minimind2" in capsys.readouterr().err
+    assert "--preset minimind2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("stage", "line", "expected"),
     [
-        (
-            "sft",
-            "--from_weight pretrain --hidden_size 512 --save_weight chat",
-            "--output_dir out/chat --model_name_or_path out/pretrain",
-        ),
+        ("sft", "--from_weight a --hidden_size 512 --save_weight b", "--output_dir out/b --model_name_or_path out/a"),
         (
             "sft",
             "--lora_name medical --save_dir w",
@@ -52,23 +48,18 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
         ),
         ("sft", "--epochs 2", "--num_train_epochs 2 --max_steps -1"),
         ("dpo", "--ddp --save_strategy steps --log_interval 2", "--save_strategy steps --logging_steps 2"),
+        # MiniMind counts micro-batches.
+        ("dpo", "--accumulation_steps 4 --save_interval 10", "--gradient_accumulation_steps 4 --save_steps 2"),
         ("sft", "--epochs 2 --max_steps 5", "--num_train_epochs 2 --max_steps 5"),
-        ("pretrain", "--hidden_size=512 --use_moe 1", f"--model_preset minimind3-moe {OVERRIDES}"),
+        ("pretrain", "--hidden_size=512 --use_moe 1", f"--preset minimind3-moe {OVERRIDES}"),
         (
             "pretrain",
-            "--dim 96 --model_preset tiny --device cuda:0 --ddp",
-            "--model_preset tiny --config_overrides hidden_size=96",
+            "--dim 96 --preset tiny --device cuda:0 --ddp",
+            "--preset tiny --config_overrides hidden_size=96",
         ),
-        (
-            "pretrain",
-            "--from_resume 1 --use_compile 0 --max_steps 3",
-            "--resume_from_checkpoint auto --torch_compile false --max_steps 3",
-        ),
-        (
-            "distill",
-            "--alpha 0.3 --teacher_hidden_size 768 --from_teacher_weight t",
-            "--ce_weight 0.3 --teacher_name_or_path out/t",
-        ),
+        ("pretrain", "--from_resume 1 --use_compile 0", "--resume_from_checkpoint auto --torch_compile false"),
+        ("distill", "--alpha 0.3 --teacher_hidden_size 768", "--ce_weight 0.3"),
+        ("distill", "--from_teacher_weight t", "--teacher_name_or_path out/t"),
         ("grpo", "--batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
         ("grpo", "--num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
         (
@@ -135,14 +126,12 @@ def test_the_page_has_the_table():
     assert rows in (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8"), f"Paste:\n{rows}"
 
 
+WITH_FILE = "--config_file recipes/accelerate_configs/zero2.yaml"
+WITH_FLAGS = "--multi_gpu --mixed_precision=bf16 --deepspeed_config_file ds_configs/zero2.json"
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--config_file recipes/accelerate_configs/zero2.yaml",
-        "--multi_gpu --mixed_precision=bf16 --deepspeed_config_file ds_configs/zero2.json",
-    ],
-)
+@pytest.mark.parametrize("flags", [WITH_FILE, WITH_FLAGS])
 def test_the_founding_command_runs(tmp_path, flags):
     """Two ranks of accelerate, with fewer layers and steps."""
     rows = write_jsonl(tmp_path / "data.jsonl", [f"the river has {number} green stones" for number in range(400)])

@@ -5,15 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.training import training_arguments
 from hf_pretrain.training.deepspeed_support import prepare_deepspeed_config
-from hf_pretrain.training.training_arguments import (
-    LMTrainingArguments,
-    SFTTrainingArguments,
-    complete_learning_rate,
-    optimizer_name,
-)
+from hf_pretrain.training.training_arguments import LMTrainingArguments, SFTTrainingArguments, optimizer_name
 from tests.toys import toy_model
-from tests.training.test_masked_loss_trainer import MaskedLossTrainer, make_documents
+from tests.trainers import make_documents
 
 
 def arguments(tmp_path, cls=LMTrainingArguments, **given):
@@ -34,8 +31,8 @@ def arguments(tmp_path, cls=LMTrainingArguments, **given):
 )
 def test_pretraining_has_muon_and_the_other_stages_have_adamw(tmp_path, cls, given, expected):
     args = arguments(tmp_path, cls, **given)
-    complete_learning_rate(args, 768)
-    assert (optimizer_name(args), pytest.approx(args.learning_rate), args.max_grad_norm) == expected
+    rate = args.learning_rate or training_arguments.default_learning_rate(args.optim_preset, 768)
+    assert (optimizer_name(args), pytest.approx(rate), args.max_grad_norm) == expected
 
 
 def test_the_trainer_knows_the_width_and_refuses_muon_for_an_adapter(tmp_path):
@@ -43,7 +40,7 @@ def test_the_trainer_knows_the_width_and_refuses_muon_for_an_adapter(tmp_path):
     model = toy_model(vocab_size=64)
     assert MaskedLossTrainer(model, arguments(tmp_path), train_dataset=make_documents()).args.learning_rate == 0.048
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="--optim_preset muon is not possible for an adapter"):
+    with pytest.raises(ValueError, match="--optim_preset muon trains no adapters"):
         MaskedLossTrainer(adapted, arguments(tmp_path), train_dataset=make_documents()).create_optimizer()
 
 
@@ -74,7 +71,10 @@ def test_a_deepspeed_config_that_muon_cannot_follow_is_refused(tmp_path, config,
     prepare_deepspeed_config(copy.deepcopy(config), args)
 
 
-def test_deepspeed_gets_what_muon_needs(tmp_path):
+def test_deepspeed_gets_what_the_optimizer_needs(tmp_path):
+    clipped: dict = {}
+    prepare_deepspeed_config(clipped, arguments(tmp_path, max_grad_norm=2.0, optim_preset="adamw"))
+    assert clipped["gradient_clipping"] == 2.0
     config = copy.deepcopy(OFFLOADED)
     prepare_deepspeed_config(config, arguments(tmp_path))
     assert config["zero_optimization"]["reduce_scatter"] is False and config["zero_force_ds_cpu_optimizer"] is False
@@ -92,9 +92,3 @@ def test_half_precision_needs_zero(tmp_path, config, precision):
     is_refused = config != {"zero_optimization": {"stage": 1}}
     with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
         prepare_deepspeed_config(copy.deepcopy(config), args)
-
-
-def test_deepspeed_clips_as_the_run_says(tmp_path):
-    config: dict = {}
-    prepare_deepspeed_config(config, arguments(tmp_path, max_grad_norm=2.0, optim_preset="adamw"))
-    assert config["gradient_clipping"] == 2.0

@@ -1,4 +1,4 @@
-"""Compare Muon with torch's own Muon, with a singular value decomposition, and with a resumed run."""
+"""Compare Muon with torch's own Muon, with its formula, and with a resumed run."""
 
 from functools import partial
 
@@ -8,15 +8,8 @@ from transformers import get_scheduler
 
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.training import optimizers
-from hf_pretrain.training.optimizers import (
-    Muon,
-    build_muon,
-    deepspeed_muon,
-    is_matrix_of_muon,
-    muon_parameter_groups,
-    orthogonalize,
-)
-from hf_pretrain.training.training_arguments import LMTrainingArguments, default_learning_rate
+from hf_pretrain.training.optimizers import Muon, build_muon, deepspeed_muon, is_matrix_of_muon, muon_parameter_groups
+from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import EXPERTS, toy_model
 
 
@@ -30,27 +23,6 @@ def build(model: torch.nn.Module) -> Muon:
     return Muon(muon_parameter_groups(model, learning_rate=0.02, weight_decay=0.1), lr=0.02)
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (48, 48)])
-def test_orthogonalized_is_near_the_singular_vectors(shape):
-    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonalize(matrices).float()
-    values = torch.linalg.svdvals(found)
-    assert 0.5 < values.min() and values.max() < 1.3
-    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    exact = left @ right
-    cosine = (found * exact).sum((-2, -1)) / (found.norm(dim=(-2, -1)) * exact.norm(dim=(-2, -1)))
-    assert cosine.min() > 0.95
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "hidden_size", "expected"),
-    [("muon", 192, 8e-3), ("muon", 768, 2e-3), ("adamw", 192, 2e-3), ("adamw", 768, 5e-4)],
-)
-def test_the_learning_rate_follows_from_the_width(optimizer, hidden_size, expected):
-    """The formulas of docs/performance.md, at tiny's and at MiniMind's width."""
-    assert default_learning_rate(optimizer, hidden_size) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("has_units", "dtype", "tolerance"), [(True, torch.bfloat16, 2e-2), (False, torch.float32, 1e-4)]
 )
@@ -62,7 +34,7 @@ def test_the_iteration_is_in_bfloat16_only_where_there_are_units_for_it(monkeypa
     for _ in range(5):
         gram = expected @ expected.T
         expected = 3.4445 * expected + (-4.7750 * gram + 2.0315 * gram @ gram) @ expected
-    (found,) = orthogonalize(matrix[None])
+    (found,) = optimizers.orthogonalize(matrix[None])
     assert found.dtype == dtype
     assert (found.double() - expected).norm() < tolerance * expected.norm()
 
@@ -97,12 +69,10 @@ def test_muon_trains_the_matrices_of_the_layers():
     assert groups[2]["params"] == [model.model.embed_tokens.weight]
 
 
-@pytest.mark.parametrize("hidden_size", [32, 512])
-def test_the_first_group_has_the_learning_rate_that_trainer_logs(hidden_size):
+def test_the_first_group_has_the_learning_rate_that_trainer_logs():
     """At larger widths, the embedding has a lower rate than all others."""
-    groups = muon_parameter_groups(toy_model(hidden_size=hidden_size), learning_rate=0.02, weight_decay=0.1)
-    assert groups[0]["lr"] == 0.02
-    assert {group["lr"] for group in groups} == {0.02, {32: 0.05, 512: 0.02 * 0.9375}[hidden_size]}
+    groups = muon_parameter_groups(toy_model(hidden_size=512), learning_rate=0.02, weight_decay=0.1)
+    assert groups[0]["lr"] == 0.02 and {group["lr"] for group in groups} == {0.02, 0.02 * 0.9375}
 
 
 def test_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw():
@@ -150,9 +120,7 @@ def test_ranks_gather_contiguous_updates(monkeypatch, shape):
     """NCCL refuses other tensors. Gloo, which the other tests use, takes them."""
     sent = []
     monkeypatch.setattr(optimizers, "num_ranks", lambda: 2)
-    monkeypatch.setattr(
-        torch.distributed, "all_gather_into_tensor", lambda gathered, part: sent.append((gathered, part))
-    )
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *pair: sent.append(pair))
     optimizers.orthogonalize_together([torch.randn(shape) for _ in range(3)])
     assert [part.is_contiguous() for pair in sent for part in pair] == [True, True]
 

@@ -11,18 +11,14 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_pretrain.checkpoints.manifest import write_manifest
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.resume_check import (
-    check_resume,
-    describe_config,
-    describe_data,
-    describe_run,
-    describe_settings,
-)
+from hf_pretrain.training import resume_check
+from hf_pretrain.training.resume_check import check_resume, describe_config, describe_data, describe_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer
+from tests.trainers import make_documents, make_trainer
 
 
 # Start a recipe once per list of words, in one process. Between two launches, the project may move.
@@ -57,10 +53,7 @@ STAGES = {
             ("--lr_scheduler_type", "cosine"): "--lr_scheduler_type was constant_with_warmup and is now cosine",
             ("--seed", "1"): "--seed was 42 and is now 1",
             ("--max_length", "24"): "its data differed .*; --max_length was 16 and is now 24",
-            (
-                "--config_overrides",
-                "dropout=0.5",
-            ): r"its config differed \(dropout was 0.0 and is now 0.5, --config_over",
+            ("--config_overrides", "dropout=0.5"): r"its config differed \(dropout was 0.0 and is now 0.5, --config",
             # It changes one document of 3,000.
             ("--dataset_name", "changed.jsonl"): "its data differed .*--dataset_name was ",
         },
@@ -89,10 +82,7 @@ STAGES = {
         {
             ("--temperature", "3"): "--temperature was 1.5 and is now 3.0",
             ("--kl", "reverse"): "--kl was forward and is now reverse",
-            (
-                "--teacher_name_or_path",
-                "other",
-            ): r"its teacher differed \(--teacher_name_or_path was teacher",
+            ("--teacher_name_or_path", "other"): r"its teacher differed \(--teacher_name_or_path was teacher",
         },
     ),
     "grpo": (
@@ -153,7 +143,7 @@ def test_new_arguments_are_compared_by_default(tmp_path):
     """A list of names decides what is not compared, so a field of a library cannot be forgotten."""
 
     def settings(**given):
-        return describe_settings(LMTrainingArguments(str(tmp_path), use_cpu=True, **given), [])
+        return resume_check.describe_settings(LMTrainingArguments(str(tmp_path), use_cpu=True, **given))
 
     for name in ("neftune_noise_alpha", "label_smoothing_factor", "optim_args", "weight_decay", "tf32"):
         assert name in vars(TrainingArguments) and name in settings()
@@ -167,7 +157,7 @@ def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu(tmp_path):
     gpu = {"accelerator_config": {"non_blocking": True}, "dataloader_num_workers": 2}
     gpu |= {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 4, "torch_empty_cache_steps": 5}
     on_gpu, on_cpu = (
-        describe_settings(LMTrainingArguments(str(tmp_path), use_cpu=True, **given), [])
+        resume_check.describe_settings(LMTrainingArguments(str(tmp_path), use_cpu=True, **given))
         for given in (gpu, {"dataloader_num_workers": 0})
     )
     assert on_gpu == on_cpu and on_cpu["accelerator_config"]["even_batches"]
@@ -186,7 +176,7 @@ def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu(tmp_path):
 )
 def test_a_run_resumes_exactly_or_says_why_not(tmp_path, change, message):
     trainer = make_trainer(tmp_path / "run", make_documents())
-    now = describe_run(trainer, {})
+    now = describe_run(trainer)
     (tmp_path / "checkpoint-3").mkdir()
     check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
     write_manifest(tmp_path / "checkpoint-3", now)
@@ -228,3 +218,60 @@ def test_one_changed_row_of_many_changes_the_digest():
         # A sample of every third row would miss it.
         changed[column][2002] = value
         assert describe_data(datasets.Dataset.from_dict(changed)) != whole
+
+
+SCHEDULE = {
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+BEFORE = {"learning_rate": 2e-3, "weight_decay": 0.1, "adam_beta2": 0.95}
+
+
+@pytest.mark.parametrize("optimizer", [{"optim": "adamw_torch"}, {"optim": None, "optim_preset": "muon"}])
+@pytest.mark.parametrize(
+    "change", [{"learning_rate": 2e-5}, {"weight_decay": 0.0}, {"adam_beta2": 0.5}, {"lr_scheduler_type": "constant"}]
+)
+def test_an_inexact_resume_trains_with_the_new_flags(tmp_path, optimizer, change):
+    """Compare with the optimizer of a new run, and the rates with the formula of the schedule."""
+    make_trainer(tmp_path, make_documents(), arguments=SCHEDULE | BEFORE | optimizer).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed, new = (
+        make_trainer(tmp_path / name, make_documents(), arguments=SCHEDULE | BEFORE | optimizer | change | more)
+        for name, more in (("", {"allow_inexact_resume": True}), ("new", {"max_steps": 1, "save_strategy": "no"}))
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    new.train()
+    names = {"lr", "params"}
+    groups, expected = (
+        [{name: value for name, value in group.items() if name not in names} for group in each.optimizer.param_groups]
+        for each in (resumed, new)
+    )
+    assert groups == expected
+    rates = {entry["step"]: entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry}
+    flags = BEFORE | change
+    factors = {3: 1.0, 4: 1.0} if "lr_scheduler_type" in change else {3: 0.5, 4: 0.25}
+    expected = {step: flags["learning_rate"] * factor for step, factor in factors.items()}
+    assert {step: rates[step] for step in factors} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("then", "change"),
+    [
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {"learning_rate": 1e-3}),
+        ({}, {"lr_scheduler_type": "reduce_lr_on_plateau"}),
+        ({"optim_args": None}, {"optim_args": "amsgrad=True"}),
+    ],
+)
+def test_what_the_state_of_a_checkpoint_fixes_cannot_change(tmp_path, then, change):
+    args = {"optim": "adamw_torch", "eval_strategy": "steps", **then}
+    before, after = (
+        describe_run(make_trainer(tmp_path, make_documents(), arguments=args | more)) for more in ({}, change)
+    )
+    (tmp_path / "checkpoint-3").mkdir()
+    write_manifest(tmp_path / "checkpoint-3", before)
+    inexact = make_trainer(tmp_path, make_documents(), arguments={"allow_inexact_resume": True}).args
+    with pytest.raises(UserError, match=f"cannot resume.*--{next(iter(change))} was"):
+        check_resume(str(tmp_path / "checkpoint-3"), after, inexact)

@@ -6,23 +6,24 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hf_pretrain import __file__ as package
 from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME
 from hf_pretrain.training import run_directory
-from hf_pretrain.training.recipe import begin_run
+from hf_pretrain.training.run import begin_run
 from hf_pretrain.training.run_directory import RunDirectory, now
-from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.models import ModelArguments
+from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
+from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer
+from tests.trainers import make_documents, make_trainer
 
 
 TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
@@ -30,16 +31,11 @@ TOKEN = "hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH"
 
 @pytest.fixture
 def make_arguments(tmp_path, monkeypatch):
-    """Return the arguments of a run in `tmp_path`, with the token on the command line and in the environment."""
+    """Make the arguments of a run in `tmp_path`, with the token on the command line and in the environment."""
 
-    def make(**fields) -> LMTrainingArguments:
-        words = ["recipes/pretrain.py", f"--run_name={TOKEN}", "--max_steps", "3"]
-        monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        fields = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False} | fields
-        return LMTrainingArguments(**fields)
-
-    return make
+    monkeypatch.setattr(sys, "argv", ["recipes/pretrain.py", f"--run_name={TOKEN}", "--max_steps", "3"])
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return partial(LMTrainingArguments, output_dir=str(tmp_path), use_cpu=True, bf16=False)
 
 
 @pytest.fixture
@@ -75,9 +71,8 @@ def in_a_child():
 
 
 def directory(path: Path) -> RunDirectory:
-    return RunDirectory(
-        SimpleNamespace(output_dir=str(path), process_index=0, local_process_index=0, world_size=1, should_save=True)
-    )
+    ranks = {"process_index": 0, "local_process_index": 0, "world_size": 1, "should_save": True}
+    return RunDirectory(SimpleNamespace(output_dir=str(path), **ranks))
 
 
 def test_a_lock_ends_with_its_process(tmp_path, in_a_child):
@@ -109,7 +104,8 @@ def test_a_locked_directory_is_refused_before_anything_is_written(tmp_path, in_a
     """This holds for recipes and for trainers without a recipe."""
     child = in_a_child(directory(tmp_path).lock)
     with pytest.raises(ValueError, match="is in use by another process"):
-        begin_run(LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False), ModelArguments())
+        args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        begin_run("pretrain", args, ModelArguments(), method="pretraining")
     trainer = make_trainer(tmp_path, make_documents(), arguments={"max_steps": 1})
     with pytest.raises(ValueError, match="is in use by another process"):
         trainer.train()
@@ -132,32 +128,32 @@ def read(path: Path) -> list[dict]:
 
 def test_a_run_is_recorded(make_arguments, tmp_path):
     args = make_arguments(max_steps=3)
-    args.other_arguments = (DataArguments(dataset_name=["mine.jsonl"]),)
-    RunDirectory(args).record_start(checkpoint=None)
+    run = RunDirectory(args)
+    run.record_start(checkpoint=None)
+    run.record(arguments=values_by_name(args, [DataArguments(dataset_name=["mine.jsonl"])]))
     (entry,) = read(tmp_path)
-    assert "recipes/pretrain.py --run_name=<token> --max_steps 3" in entry["command"]
+    assert "recipes/pretrain.py --run_name=<token> --max_steps 3" in entry["command"] and "ended" not in entry
     # The record also has flags that the command line lacks.
     assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
-    assert entry["versions"]["torch"] == torch.__version__ and entry["launcher"] == "python"
+    assert entry["versions"]["torch"] == version("torch") and entry["launcher"] == "python"
     assert entry["commit"] == run_directory._commit()
-    assert "ended" not in entry
-    RunDirectory(args).record(data={"names": ["mine.jsonl"]})
-    RunDirectory(args).record(ended=now(), metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
+    run.record(data={"names": ["mine.jsonl"]})
+    run.record(ended=now(), metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
     (entry,) = read(tmp_path)
-    assert entry["data"]["names"] == ["mine.jsonl"] and entry["metrics"] == {"eval_loss": 2.5}
+    assert (entry["data"]["names"], entry["metrics"]) == (["mine.jsonl"], {"eval_loss": 2.5})
     assert entry["ended"] >= entry["started"]
 
 
 def test_a_resumed_run_adds_an_entry_and_no_token_is_recorded(make_arguments, tmp_path, monkeypatch):
     # `hf-pretrain` sets the variable to the command that it prints.
     monkeypatch.setenv("HF_PRETRAIN_COMMAND", f"LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token {TOKEN}")
-    args = make_arguments(run_name=f"of {TOKEN}")
+    run = RunDirectory(make_arguments(run_name=f"of {TOKEN}"))
     for checkpoint in (None, "out/checkpoint-2"):
-        RunDirectory(args).record_start(checkpoint=checkpoint)
-        RunDirectory(args).record(ended=now(), report=[f"pushed with {TOKEN}"])
-    entries = read(tmp_path)
-    assert [entry["resumed_from"] for entry in entries] == [None, "out/checkpoint-2"]
-    assert entries[0]["command"] == "LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token <token>"
+        run.record_start(checkpoint=checkpoint)
+        run.record(arguments=make_arguments(run_name=f"of {TOKEN}").to_dict(), report=[f"pushed with {TOKEN}"])
+    command = "LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token <token>"
+    expected = [(None, command), ("out/checkpoint-2", command)]
+    assert [(entry["resumed_from"], entry["command"]) for entry in read(tmp_path)] == expected
     text = (tmp_path / "run.json").read_text()
     assert TOKEN not in text and "of <token>" in text and "pushed with <token>" in text
 

@@ -8,11 +8,10 @@ from transformers import TrainerCallback
 
 from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.callbacks import AddedFigures
-from hf_pretrain.training.end_report import choose_questions, sample_answers
-from hf_pretrain.training.recipe import train_and_evaluate
+from hf_pretrain.training.run import train_and_evaluate
+from hf_pretrain.training.samples import AddedFigures, choose_questions, sample_answers
 from tests.toys import toy_model
-from tests.training.test_masked_loss_trainer import make_documents, make_model, make_trainer
+from tests.trainers import make_documents, make_model, make_trainer
 
 
 FLAGS = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}

@@ -12,18 +12,7 @@ from transformers import TrainerCallback
 from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.reports.run_files import RECORD_NAME, REPORT_NAME
 from tests.toys import toy_model
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer
-
-
-class AtStep(TrainerCallback):
-    """Call a function once, after a step."""
-
-    def __init__(self, step: int, action):
-        self.step, self.action = step, action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.action()
+from tests.trainers import AtStep, make_documents, make_trainer
 
 
 def test_a_closed_terminal_stops_a_run_at_a_step_whose_page_says_so(tmp_path, restored, capfd):
@@ -100,7 +89,7 @@ def test_nothing_of_a_step_with_a_broken_gradient_gets_out(tmp_path, restored, c
     """A GPU's host reads the norm late (`is_late`): in the next step, or before it logs, evaluates or saves."""
     quiet = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "eval_steps": 100, "max_steps": 6}
     trainer = make_trainer(tmp_path, make_documents(), arguments=quiet | arguments)
-    trainer.gradient_check.is_late = is_late
+    trainer.finite_check.is_late = is_late
     weight = trainer.model.model.norm.weight
     weight.register_hook(lambda gradient: gradient * float("nan" if trainer.state.global_step == 2 else 1))
     with pytest.raises(SystemExit) as status:

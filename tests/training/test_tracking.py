@@ -4,7 +4,10 @@ import os
 
 import pytest
 
+from hf_pretrain.reports.run_files import read_launches
+from hf_pretrain.training import training_arguments
 from hf_pretrain.training.run_directory import RunDirectory
+from hf_pretrain.training.settling import settle_name
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 
 
@@ -19,7 +22,10 @@ def launch(tmp_path, monkeypatch):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **arguments)
-        RunDirectory(args).record_start(checkpoint=checkpoint)
+        directory = RunDirectory(args)
+        settle_name(args, read_launches(directory.path) if checkpoint else [])
+        directory.record_start(checkpoint=checkpoint)
+        directory.record(arguments=args.to_dict())
         return args.run_name, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]
 
     return start
@@ -38,17 +44,14 @@ def test_the_users_variables_stay(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     monkeypatch.setenv("WANDB_RESUME", "must")
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    RunDirectory(args).record_start(checkpoint=None)
+    settle_name(args, [])
     assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == ("mine", "must")
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_trackio_is_the_default_where_it_is_installed(monkeypatch, tmp_path, is_installed):
-
     installed = ["trackio"] if is_installed else []
-    monkeypatch.setattr(
-        "hf_pretrain.training.training_arguments.get_available_reporting_integrations", lambda: installed
-    )
+    monkeypatch.setattr(training_arguments, "get_available_reporting_integrations", lambda: installed)
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert args.report_to == installed
     # With --push_to_hub, transformers would publish the figures unless this is False.

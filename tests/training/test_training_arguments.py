@@ -12,10 +12,10 @@ from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import parsing
 from hf_pretrain.training import training_arguments as training_args
-from hf_pretrain.training.launch import check_accumulation
+from hf_pretrain.training.launch import check_accumulation, name_compile_locks
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.models import ModelArguments, load_config, load_model
+from hf_pretrain.weights.model_arguments import ModelArguments, load_config, load_model
 
 
 def parse(tmp_path, *words: str, config: dict | None = None):
@@ -27,21 +27,11 @@ def parse(tmp_path, *words: str, config: dict | None = None):
 
 
 def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
-    config = {
-        "learning_rate": "2e-3",
-        "max_length": 64,
-        "dataset_name": ["a.jsonl", "b.jsonl"],
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.2},
-        "bf16": False,
-        "max_steps": -1,
-    }
-    _, data, training = parse(tmp_path, "--max_length", "128", config=config)
-    assert training.learning_rate == 2e-3
-    assert data.max_length == 128
-    assert data.dataset_name == ["a.jsonl", "b.jsonl"]
-    assert training.lr_scheduler_kwargs == {"min_lr_rate": 0.2}
-    assert training.bf16 is False
-    assert training.max_steps == -1
+    config = {"learning_rate": 2e-3, "lr_scheduler_kwargs": {"min_lr_rate": 0.2}, "bf16": False, "max_steps": -1}
+    texts = {"learning_rate": "2e-3", "max_length": 64, "dataset_name": ["a.jsonl", "b.jsonl"]}
+    _, data, training = parse(tmp_path, "--max_length", "128", config=config | texts)
+    assert (data.max_length, data.dataset_name) == (128, ["a.jsonl", "b.jsonl"])
+    assert vars(training).items() >= config.items()
 
 
 @pytest.mark.parametrize(
@@ -71,9 +61,6 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
         ([], {"max_steps": {"bf16": 900}}, "`max_steps` depends on the precision and must have the keys"),
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
-        (["--num_train_epochs", "inf"], None, "--num_train_epochs inf must be at least 0 and finite"),
-        (["--learning_rate", "nan"], None, "--learning_rate nan must be at least 0 and finite"),
-        (["--weight_decay", "-0.1"], None, "--weight_decay -0.1 must be at least 0 and finite"),
         (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
@@ -91,17 +78,13 @@ def test_compile_options_apply_only_to_the_layers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "environment", "expected"),
-    [
-        ("cuda", {}, True),
-        ("cuda", {"ACCELERATE_USE_DEEPSPEED": "true"}, False),
-        ("mps", {}, False),
-        (None, {}, False),
-    ],
+    ("kind", "uses_deepspeed", "expected"),
+    [("cuda", "false", True), ("cuda", "true", False), ("mps", "false", False), (None, "false", False)],
 )
-def test_layers_are_compiled_by_default_on_cuda_without_deepspeed(tmp_path, monkeypatch, kind, environment, expected):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_layers_are_compiled_by_default_on_cuda_without_deepspeed(
+    tmp_path, monkeypatch, kind, uses_deepspeed, expected
+):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", uses_deepspeed)
     accelerator = torch.device(kind) if kind else None
     # Simulate torch on a machine with such a device.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
@@ -122,16 +105,11 @@ def test_a_yaml_extends_another_one(tmp_path):
     assert (training.learning_rate, training.max_steps, training.warmup_steps) == (2.0, 7, 4)
 
 
-def test_fsdp_through_accelerate_on_cpu_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="--fsdp_size N"):
-        parse(tmp_path, "--use_cpu")
-
-
 @pytest.mark.parametrize(
     ("setting", "words", "message"),
     [
         ({"MIXED_PRECISION": "fp8"}, ["--bf16"], "--mixed_precision fp8 is not the precision"),
+        ({"USE_FSDP": "true"}, [], "--fsdp_size N"),
         ({"DYNAMO_BACKEND": "INDUCTOR"}, [], "DYNAMO_BACKEND, which is not supported"),
         ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 is not the precision"),
         # The launcher's precision is taken, and then checked like the recipe's own.
@@ -188,10 +166,9 @@ def tokenizer():
 def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
     arguments = ModelArguments(model_preset="tiny", config_overrides="num_hidden_layers=1,dim=96,vocab_size=320")
     model = load_model(arguments, tokenizer)
-    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.vocab_size) == (1, 96, 320)
-    assert (model.config.pad_token_id, model.config.bos_token_id, model.config.eos_token_id) == (0, 1, 2)
-    assert model.config._attn_implementation == "packed"
-    assert model.dtype == torch.float32
+    expected = {"num_hidden_layers": 1, "hidden_size": 96, "vocab_size": 320, "_attn_implementation": "packed"}
+    expected |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    assert {name: getattr(model.config, name) for name in expected} == expected and model.dtype == torch.float32
 
 
 def test_the_model_gets_the_vocab_size_of_a_tokenizer_trained_here(tokenizer):
@@ -215,7 +192,6 @@ def test_overrides_may_be_nested(tokenizer):
         ("num_hidden_layers", "not of the form"),
         ("vocab_size=100", "vocab"),
         ("hidden_size=wide", "hidden_size='wide'; it must be a whole number of at least 1"),
-        ("hidden_act=foo", "hidden_act='foo' is not an activation"),
         ("rope_parameters={rope_theta: big}", "rope_theta='big'; it must be a number above 0"),
         ("dropout=2", "has to be between 0 and 1, but got 2"),
         ("qk_norm=maybe", "qk_norm"),
@@ -224,3 +200,13 @@ def test_overrides_may_be_nested(tokenizer):
 def test_load_model_refuses(tokenizer, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_model(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)
+
+
+def test_the_lock_of_a_killed_compile_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    lock = tmp_path / "deepspeed_shm_comm/lock"
+    lock.touch()
+    with caplog.at_level("WARNING"):
+        name_compile_locks()
+    assert f"{lock}" in caplog.text and "delete it" in caplog.text

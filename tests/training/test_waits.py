@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_pretrain.stages.distillation import DistillationArguments, DistillationTrainer
+from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm
 from tests.toys import EXPERTS, toy_model
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer
+from tests.trainers import make_documents, make_trainer
 
 
 aten = torch.ops.aten
@@ -48,16 +49,16 @@ def test_no_step_waits(tmp_path, varlen_kernel, name):
     arguments = {"logging_steps": 100, "optim": None, "optim_preset": "muon", "max_grad_norm": 1.0}
     trainer = make_trainer(tmp_path, make_documents(), model=model, accumulation=2, batch=2, arguments=arguments)
     if name == "distillation":
-        trainer = DistillationTrainer(
+        teacher = toy_model(**sizes).eval()
+        teacher.set_attn_implementation("packed")
+        trainer = MaskedLossTrainer(
             model=model,
             args=trainer.args,
             data_collator=trainer.data_collator,
             train_dataset=trainer.train_dataset,
-            teacher=toy_model(**sizes).eval(),
-            distillation_args=DistillationArguments("teacher"),
+            terms=[TeacherTerm(teacher, DistillationArguments("teacher"), trainer.args)],
         )
-        trainer.teacher.set_attn_implementation("packed")
-    trainer.gradient_check.is_late = True
+    trainer.finite_check.is_late = True
     with Waits(trainer) as waits:
         trainer.train()
     assert varlen_kernel and waits.places == set()

@@ -2,9 +2,7 @@
 
 import json
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,25 +14,22 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import adapters
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter, merge_adapter
-from hf_pretrain.weights.models import ModelArguments, load_model
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
+from hf_pretrain.weights.upstream_lora import load_merged
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
-from tests.invariants.launching import ROOT, cpu_environment, run_probe, start
+from tests.invariants.launching import ROOT, run_probe, start
 from tests.invariants.test_launchers_agree import assert_same_steps, workspace  # noqa: F401
+from tests.models import saved_model
 from tests.toys import LikeMPS
-from tests.training.test_masked_loss_trainer import make_documents, make_trainer, train
+from tests.trainers import make_documents, make_trainer, train
 
 
 @pytest.fixture
-def named(build_model, tmp_path):
+def named(tmp_path):
     """Return a function that saves a toy model of a generation, and loads it from its directory."""
-
-    def build(generation: str, **overrides) -> MiniMindForCausalLM:
-        build_model(**GENERATIONS[generation], initializer_range=0.1, **overrides).save_pretrained(tmp_path / "base")
-        return MiniMindForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-
-    return build
+    return lambda generation, **overrides: saved_model(tmp_path / "base", **GENERATIONS[generation], **overrides)
 
 
 def adapt(model: MiniMindForCausalLM, **arguments):
@@ -50,10 +45,8 @@ def adapt(model: MiniMindForCausalLM, **arguments):
 def written_out_deltas(adapter: dict[str, torch.Tensor], base: dict[str, torch.Tensor], scale: float):
     """Return `scale * B @ A` for each adapted weight of `base`, and for each expert of stacked experts."""
     deltas = {}
-    for name, b in adapter.items():
-        if ".lora_B." not in name:
-            continue
-        a = adapter[name.replace(".lora_B.", ".lora_A.")]
+    for name in (name for name in adapter if ".lora_B." in name):
+        a, b = adapter[name.replace(".lora_B.", ".lora_A.")], adapter[name]
         target = name.split("base_model.model.")[1].split(".lora_B.")[0] + ".weight"
         if target not in base:
             # peft wraps the first stack of experts (gate_up_proj) inside the second one.
@@ -106,7 +99,7 @@ def test_a_saved_and_a_merged_adapter_give_the_same_model(named, input_ids, tmp_
         expected = adapted(input_ids).logits
         assert (expected - named(generation)(input_ids).logits).abs().max() > 1e-2
         adapted.save_pretrained(tmp_path / "adapter")
-        merged = merge_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+        merged = load_merged(str(tmp_path / "adapter"))
         assert type(merged) is MiniMindForCausalLM
         torch.testing.assert_close(merged(input_ids).logits, expected, rtol=0, atol=1e-5)
         # The merged model is also saved as a full checkpoint.
@@ -116,7 +109,7 @@ def test_a_saved_and_a_merged_adapter_give_the_same_model(named, input_ids, tmp_
 
 
 REFUSED = [
-    ("v1", {"lora_target_modules": ["q_proj", "lm_head"]}, "lm_head: this model lacks it. Use one or more of q_proj"),
+    ("v1", {"lora_target_modules": ["q_proj", "lm_head"]}, "lm_head: this model lacks it. It has q_proj"),
     ("v1", {"lora_target_modules": ["gate_up_proj"]}, "gate_up_proj: this model lacks it"),
     ("v1-moe", {"use_dora": True}, "stacked experts neither with"),
     ("v3-moe", {"lora_dropout": 0.1}, "adapt the rest with --lora_target_modules q_proj k_proj v_proj o_proj"),
@@ -210,16 +203,10 @@ def test_the_trainer_trains_saves_and_resumes_the_adapter_alone(named, tmp_path,
 
 @pytest.fixture
 def toy_run(workspace):  # noqa: F811
-    def arguments(model: str, *more: str) -> list[str]:
-        return [
-            *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
-            *("--packing", "none", "--max_length", "32", "--validation_fraction", "0.2", "--max_steps", "6"),
-            *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
-            *("--learning_rate", "1e-2", "--eval_strategy", "no", "--save_strategy", "no", "--disable_tqdm", "true"),
-            *("--use_peft", "--lora_r", "4", "--optim_preset", "adamw", *more),
-        ]
-
-    return arguments
+    words = "--packing none --max_length 32 --validation_fraction 0.2 --max_steps 6 --lr_scheduler_type constant "
+    words += "--warmup_steps 0 --logging_steps 1 --learning_rate 1e-2 --eval_strategy no --save_strategy no "
+    words += f"--disable_tqdm true --use_peft --lora_r 4 --optim_preset adamw --dataset_name {workspace}/train.jsonl"
+    return lambda model, *more: ["--model_name_or_path", str(model), *words.split(), *more]
 
 
 PULL = """
@@ -236,16 +223,18 @@ torch.save(model(torch.arange(20)[None]).logits, sys.argv[1])
 @pytest.mark.slow
 def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  # noqa: F811
     with HubServer() as server:
-        environment = server.client_environment()
+
+        def run(*words: str, **options: bool) -> str:
+            result = start([sys.executable, *words], **options, **server.client_environment())
+            assert result.returncode == 0, result.stdout[-3000:]
+            return result.stdout
+
         push = "import sys; from hf_pretrain.hub.pushing import *; "
         push += "create_repository(sys.argv[2]); push_folder(*sys.argv[1:])"
-        result = start([sys.executable, "-c", push, str(workspace / "moe"), "user/base"], **environment)
-        assert result.returncode == 0, result.stdout[-3000:]
-        words = toy_run("", "--push_to_hub", "--hub_model_id", "user/adapter", "--output_dir", str(tmp_path / "run"))
-        words[1] = "user/base"
-        result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words, "--bf16", "false"], **environment)
-        assert result.returncode == 0, result.stdout[-3000:]
-        assert re.search(r"^Optimizer +adamw_torch_fused", result.stdout, re.MULTILINE)
+        run("-c", push, str(workspace / "moe"), "user/base")
+        words = ["--push_to_hub", "--hub_model_id", "user/adapter", "--output_dir", str(tmp_path / "run")]
+        output = run(str(ROOT / "recipes/pretrain.py"), *toy_run("user/base", *words, "--bf16", "false"))
+        assert re.search(r"^Optimizer +adamw_torch_fused", output, re.MULTILINE)
 
         files = set(server.repos["user/adapter"].files) - {".gitattributes"}
         assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= files
@@ -260,14 +249,8 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
         assert "The code comes with the base model" in card.text
 
         logits_path = tmp_path / "logits.pt"
-        pull = [sys.executable, "-c", PULL, str(logits_path)]
-        result = subprocess.run(
-            pull, cwd=tmp_path, env=cpu_environment(**environment), capture_output=True, text=True, timeout=500
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
-        merging = ["--from", "user/adapter", "--to", str(tmp_path / "merged")]
-        result = start([sys.executable, str(ROOT / "recipes/convert.py"), *merging], **environment)
-        assert result.returncode == 0, result.stdout[-3000:]
+        run("-c", PULL, str(logits_path), fresh=True)
+        run(str(ROOT / "recipes/convert.py"), "--from", "user/adapter", "--to", str(tmp_path / "merged"))
     logits = torch.load(logits_path)
     base = MiniMindForCausalLM.from_pretrained(workspace / "moe")
     ids = torch.arange(20)[None]
@@ -276,26 +259,18 @@ def test_an_adapter_is_pushed_pulled_and_merged(toy_run, workspace, tmp_path):  
     merged = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(ids).logits, logits, rtol=0, atol=1e-5)
     assert (logits - MiniMindForCausalLM.from_pretrained(workspace / "moe")(ids).logits).abs().max() > 1e-2
-    assert Path(tmp_path / "merged/tokenizer.json").is_file()
+    assert (tmp_path / "merged/tokenizer.json").is_file()
     assert json.loads((tmp_path / "run/adapter_config.json").read_text())["base_model_name_or_path"] == "user/base"
-
-
-@pytest.fixture
-def launch(toy_run, tmp_path):
-    def run(model: str, launcher: str, *more: str):
-        batch = ["8", "1"] if launcher == "python" else ["2", "2"]
-        batches = ["--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]]
-        number = len(list(tmp_path.iterdir()))
-        return run_probe(launcher, toy_run(model, *batches, *more), tmp_path / f"run{number}")
-
-    return run
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_losses_agree_under_every_launcher(launch):
-    reference = launch("moe", "python", "--bf16", "false")
-    run = launch("moe", "torchrun", "--bf16", "false")
+def test_losses_agree_under_every_launcher(toy_run, workspace, tmp_path):  # noqa: F811
+    runs = []
+    for launcher, batch, accumulation in (("python", "8", "1"), ("torchrun", "2", "2")):
+        words = ["--per_device_train_batch_size", batch, "--gradient_accumulation_steps", accumulation]
+        runs.append(run_probe(launcher, toy_run(workspace / "moe", *words, "--bf16", "false"), tmp_path / launcher))
+    reference, run = runs
     assert_same_steps(run, reference)
     assert run.weights.keys() == reference.weights.keys()
     for name, weight in reference.weights.items():

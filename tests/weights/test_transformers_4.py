@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
-from tests.model.test_modeling_minimind import assert_near
-from tests.weights.test_conversion import FIXTURES
-from tests.weights.test_exporting import TEXT
+from tests.models import FIXTURES, TEXT, assert_near
 
 
 # The newest versions that transformers 4.57.1 accepts. torch and the others come from this environment.
@@ -69,8 +67,7 @@ save_file(logits, root / f"{__version__}.safetensors")
 """
 
 
-@pytest.fixture(scope="session")
-def transformers_4() -> Path:
+def install_transformers_4() -> str:
     """Return a directory with transformers 4.57, which hides this environment's version; install it once."""
     directory = Path(sys.prefix) / "-".join(PACKAGES).replace("==", "-")
     if not directory.is_dir():
@@ -78,12 +75,12 @@ def transformers_4() -> Path:
         with tempfile.TemporaryDirectory(dir=sys.prefix) as scratch:
             subprocess.run([*pip, "--target", f"{scratch}/packages", *PACKAGES], check=True)
             os.rename(f"{scratch}/packages", directory)
-    return directory
+    return str(directory)
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_every_format_and_tokenizer_in_both_versions(transformers_4, build_model, input_ids, tmp_path):
+def test_every_format_and_tokenizer_in_both_versions(build_model, input_ids, tmp_path):
     """Load without this package, and without a question whether to run custom code."""
     tokenizers = [
         train_tokenizer([TEXT, "some more words"], vocab_size=330),
@@ -102,7 +99,7 @@ def test_every_format_and_tokenizer_in_both_versions(transformers_4, build_model
         ids[name] = [tokenizer(TEXT).input_ids, tokenizer(prompt).input_ids, padded]
     save_file({"input_ids": input_ids}, tmp_path / "input_ids.safetensors")
 
-    for version, path in (("4.57.1", str(transformers_4)), (transformers.__version__, "")):
+    for version, path in (("4.57.1", install_transformers_4()), (transformers.__version__, "")):
         environment = os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / f"modules-{version}")}
         command = [sys.executable, "-c", READ, str(tmp_path), TEXT]
         streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}

@@ -13,21 +13,16 @@ from hf_pretrain.weights.exporting import to_state_dict, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import stock_layout
 from hf_pretrain.weights.upstream_lora import load_merged, merge_upstream_lora, write_upstream_lora
+from tests.models import saved_model
 
 
 SQUARE = ("q_proj", "o_proj")
 
 
 @pytest.fixture
-def base_of(build_model, tmp_path):
+def base_of(tmp_path):
     """Return a function that saves a toy model of a generation, and loads it from its directory."""
-
-    def build(generation: str) -> MiniMindForCausalLM:
-        fields = {"qk_norm": generation == "v3", "initializer_range": 0.1}
-        build_model(**fields).save_pretrained(tmp_path / "base")
-        return MiniMindForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-
-    return build
+    return lambda generation: saved_model(tmp_path / "base", qk_norm=generation == "v3").eval()
 
 
 def save_lora(
@@ -77,9 +72,13 @@ def test_an_adapter_is_written_and_merges_to_the_same_model(
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.05)
     adapted.save_pretrained(tmp_path / "adapter")
-    arguments = ["--from", str(tmp_path / "adapter"), "--to", str(tmp_path / "out"), "--format", "lora"]
-    monkeypatch.setattr("sys.argv", ["convert.py", *arguments, "--stage", "lora_x"])
-    runpy.run_path("recipes/convert.py", run_name="__main__")
+
+    def convert(*words: str):
+        monkeypatch.setattr("sys.argv", ["convert.py", *words])
+        runpy.run_path("recipes/convert.py", run_name="__main__")
+
+    source, out = str(tmp_path / "adapter"), str(tmp_path / "out")
+    convert("--from", source, "--to", out, "--format", "lora", "--stage", "lora_x")
     assert "largest logit difference" in capsys.readouterr().out
     base = load_upstream(tmp_path / "base")
     file = tmp_path / f"out/lora_x_{base.config.hidden_size}.pth"
@@ -92,16 +91,11 @@ def test_an_adapter_is_written_and_merges_to_the_same_model(
     stems = [name.removesuffix("weight") for name in square]
     assert tensors.keys() == {f"{stem}lora.{letter}.weight" for stem in stems for letter in "AB"} and square
     assert all(tensor.shape in ((16, 32), (32, 16)) for tensor in tensors.values())
-    monkeypatch.setattr(
-        "sys.argv",
-        ["convert.py", "--from", str(file), "--base", str(tmp_path / "base"), "--to", str(tmp_path / "merged")],
-    )
-    runpy.run_path("recipes/convert.py", run_name="__main__")
+    convert("--from", str(file), "--base", str(tmp_path / "base"), "--to", str(tmp_path / "merged"))
     logits = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids).logits
-    adapter = str(tmp_path / "adapter")
-    torch.testing.assert_close(logits, load_merged(adapter)(input_ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, load_merged(source)(input_ids).logits, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="base was written by hf_pretrain.*leave the config out"):
-        load_merged(adapter, config={"dropout": 0.5})
+        load_merged(source, config={"dropout": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -122,18 +116,16 @@ def test_files_of_another_model_are_refused(base_of, tmp_path, width, stem, mess
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("changes", "message"),
     [
-        (
-            {"lora_target_modules": ["q_proj", "o_proj", "up_proj"], "lora_r": 16},
-            "Train with .--lora_r 16 --lora_target",
-        ),
-        ({"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 8}, "q_proj o_proj. and without"),
-        ({"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 16, "use_dora": True}, "without --use_dora"),
+        ({"lora_target_modules": [*SQUARE, "up_proj"]}, "Train with .--lora_r 16 --lora_target"),
+        ({"lora_r": 8}, "q_proj o_proj. and without"),
+        ({"use_dora": True}, "without --use_dora"),
     ],
 )
-def test_adapters_that_minimind_lacks_are_refused(base_of, tmp_path, arguments, message):
-    add_adapter(base_of("v3"), AdapterArguments(use_peft=True, **arguments)).save_pretrained(tmp_path / "adapter")
+def test_adapters_that_minimind_lacks_are_refused(base_of, tmp_path, changes, message):
+    arguments = AdapterArguments(**{"use_peft": True, "lora_target_modules": [*SQUARE]} | changes)
+    add_adapter(base_of("v3"), arguments).save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=message):
         write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
 

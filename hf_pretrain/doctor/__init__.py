@@ -1,0 +1,1 @@
+"""The checks of this machine (`recipes/doctor.py`): its parts, and a training step on each kind of device."""

@@ -1,0 +1,92 @@
+"""Questions with known answers (`--eval_questions`), before, during and after training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.hf_argparser import HfArg
+
+from ..inference.batch_answers import read_prompts
+from ..runtime.errors import UserError
+from ..training.samples import AddedFigures, generate, stop_tokens_of
+
+
+@dataclass
+class EvalQuestionArguments:
+    """Questions with known answers, to ask at each evaluation."""
+
+    eval_questions: str | None = HfArg(
+        default=None, help="File of prompts with the texts that right answers state, to ask at each evaluation."
+    )
+
+    def callbacks(self, tokenizer: PreTrainedTokenizerFast) -> list["EvalQuestions"]:
+        return [] if self.eval_questions is None else [EvalQuestions(self.eval_questions, tokenizer)]
+
+
+MAX_TOKENS = 64
+MAX_PROMPT_TOKENS = 1024
+
+
+class EvalQuestions(AddedFigures):
+    """
+    Ask the questions of a file at each evaluation, with greedy answers, and add the share of right ones as
+    `eval_recall`.
+
+    Args:
+        path (`str`): a file of prompts, as `recipes/generate.py` reads it. Each record has a field `states`, a list of
+            texts, or of lists of texts of which one suffices. A right answer contains them all, in any case.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of the run.
+
+    Raises:
+        `UserError`: for a record without a prompt or without `states`.
+    """
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast):
+        super().__init__(self._ask, prints=True)
+        self.prompts = read_prompts(Path(path), tokenizer, encoding="utf-8", max_tokens=MAX_PROMPT_TOKENS)
+        self.tokenizer = tokenizer
+        for record, _ in self.prompts:
+            if not (states := record.get("states")) or not isinstance(states, list):
+                raise UserError(f"--eval_questions {path}: {record} has no list `states` of what a right answer says.")
+        if not self.prompts:
+            raise UserError(f"--eval_questions {path} holds no question.")
+        # The answers of each evaluation.
+        self.answers: list[list[str]] = []
+
+    def _ask(self, model: PreTrainedModel) -> dict[str, float]:
+        settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        prompts = [ids for _, ids in self.prompts]
+        stops = set(stop_tokens_of(model))
+        ids = generate(model, self.tokenizer, prompts, max_new_tokens=MAX_TOKENS, **settings)
+        self.answers.append([self.tokenizer.decode([i for i in answer if i not in stops]).strip() for answer in ids])
+        return {"eval_recall": sum(self._are_right(self.answers[-1])) / len(prompts)}
+
+    def _are_right(self, answers: Sequence[str]) -> list[bool]:
+        return [_says(answer, record["states"]) for answer, (record, _) in zip(answers, self.prompts, strict=True)]
+
+    def format_table(self, *, limit: int = 10) -> str:
+        """Return the first questions with their answers of the first and of the last evaluation."""
+        first, last = self.answers[0], self.answers[-1]
+        lines = ["", f"Questions: {sum(self._are_right(first))} of {len(first)} right before the training"]
+        lines[-1] += f", {sum(self._are_right(last))} after it"
+        marks = ["wrong", "right"]
+        both = zip(self.prompts, first, last, self._are_right(first), self._are_right(last), strict=True)
+        for (record, _), before, after, was_right, is_right in list(both)[:limit]:
+            prompt = record["prompt"] if isinstance(record.get("prompt"), str) else str(record.get("messages"))
+            lines += [
+                prompt,
+                f"  before, {marks[was_right]}: {_line(before)}",
+                f"  after, {marks[is_right]}: {_line(after)}",
+            ]
+        return "\n".join(lines)
+
+
+def _says(answer: str, states: Sequence[Any]) -> bool:
+    texts = [[text] if isinstance(text, str) else text for text in states]
+    return all(any(str(text).casefold() in answer.casefold() for text in texts_of_one) for texts_of_one in texts)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:150]

@@ -1,0 +1,182 @@
+"""
+Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness), run through its own
+Hugging Face model.
+
+Every document in training begins with bos, but the tokenizers do not add it. Without bos, the harness would measure
+the model on texts that look as if their beginning were missing.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
+from tokenizers import processors
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from ..runtime.errors import UserError, needing_extra
+from ..runtime.names import hint
+from ..runtime.signals import running_user_code
+
+
+with needing_extra("eval", "Evaluation tasks need lm-eval"):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+
+class RankHFLM(HFLM):
+    """lm-eval's `HFLM` for a model in memory that each rank holds as a whole. The ranks share the examples."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, **options: Any):
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", **options)
+        # NOTE: HFLM gathers by it, but for a model in memory it assumes a single process.
+        self.accelerator = Accelerator()
+
+    @property
+    def rank(self) -> int:
+        return PartialState().process_index
+
+    @property
+    def world_size(self) -> int:
+        return PartialState().num_processes
+
+
+class BosHFLM(RankHFLM):
+    """
+    [`RankHFLM`] with exactly one bos at the beginning of every text.
+
+    Args:
+        model ([`PreTrainedModel`]): the model, in eval mode, on its device.
+        tokenizer ([`PreTrainedTokenizerFast`]): a tokenizer with a bos token.
+        batch_size (`int`): texts per batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, batch_size: int):
+        # Copy: the caller's tokenizer must not add bos from now on.
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=[tokenizer.bos_token, "$A"], special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
+        )
+        # HFLM encodes with special tokens, that is, with the post-processor above, if it adds bos.
+        how = {"add_bos_token": True, "prefix_token_id": tokenizer.bos_token_id}
+        super().__init__(model, tokenizer, batch_size=batch_size, **how)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of whole texts, without scoring bos."""
+        # NOTE: in this method, HFLM itself puts its prefix token before the text. It would score a second bos as text.
+        self.add_bos_token = False
+        scores = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        self.add_bos_token = True
+        return scores
+
+
+# A task's YAML may name functions.
+@running_user_code("A task of --tasks")
+def evaluate_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    tasks: list[str],
+    *,
+    include_path: list[str] | None = None,
+    num_fewshot: int | None = None,
+    limit: float | None = None,
+    batch_size: int = 8,
+    is_chat: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """
+    Run tasks of lm-eval. All ranks must call this function; they share the examples, and get the same results.
+
+    Args:
+        model ([`PreTrainedModel`]): the model, in eval mode.
+        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer.
+        tasks (`list[str]`): names of tasks or groups.
+        include_path (`list[str]`, *optional*): directories with further task YAMLs.
+        num_fewshot (`int`, *optional*): examples before each question; by default the task's own number.
+        limit (`float`, *optional*): the number of examples per task; below 1, their share.
+        batch_size (`int`, defaults to 8): texts per batch.
+        is_chat (`bool`, defaults to `False`): put the questions into the chat template, as messages of the user.
+
+    Returns:
+        `dict`: for each task and each group of tasks its `num_fewshot`,
+            `num_examples`, `metrics`, which holds the `value` and `stderr` of each metric, and `group`, the name of
+            the group whose figures include it (or `None`).
+
+    Raises:
+        `UserError`: for a task that lm-eval does not know, naming the nearest one.
+    """
+    manager = index_tasks(tasks, include_path)
+    # A rendered conversation begins with the template's own token, and some models know no bos.
+    kind = RankHFLM if is_chat or tokenizer.bos_token is None else BosHFLM
+    output = simple_evaluate(
+        model=kind(model, tokenizer, batch_size=batch_size),
+        apply_chat_template=is_chat,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        # Logged samples would keep every question and answer in memory.
+        log_samples=False,
+    )
+    # lm-eval gives results to the first rank only.
+    [output] = broadcast_object_list([output])
+    summaries = {name: _summary(name, output) for name in output["results"]}
+    for group, members in output["group_subtasks"].items():
+        # Some groups have no figures of their own.
+        if group in summaries and summaries[group]["metrics"]:
+            for name in set(members) & summaries.keys():
+                summaries[name]["group"] = group
+    return summaries
+
+
+def read_questions(tasks: list[str]) -> Iterator[str]:
+    """
+    Yield the texts that tasks of lm-eval ask about: every text in their examples, such as questions and choices.
+
+    Raises:
+        `UserError`: in the cases of [`evaluate_tasks`].
+    """
+    loaded = index_tasks(tasks, None, "--held_out_tasks").load(tasks)["tasks"]
+    for task in loaded.values():
+        for example in task.eval_docs:
+            yield from _texts_in(example)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(part)
+
+
+def index_tasks(tasks: list[str], include_path: list[str] | None, flag: str = "--tasks") -> TaskManager:
+    """Return the index of tasks that has `tasks`. Raise `UserError` for an unknown one; `flag` named the tasks."""
+    manager = TaskManager(include_path=include_path, include_defaults=False)
+    # Indexing the thousands of tasks in lm-eval takes about ten seconds, so search the user's own tasks first.
+    if any(not manager.match_tasks([task]) for task in tasks):
+        manager = TaskManager(include_path=include_path)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise UserError(f"{flag}: lm-eval has no task {task!r}{hint(task, manager.all_tasks)}.")
+    return manager
+
+
+def _summary(name: str, output: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of one task, without lm-eval's bookkeeping."""
+    values = {key: value for key, value in output["results"][name].items() if isinstance(value, (int, float))}
+    metrics = {}
+    for key, value in values.items():
+        # A key names a metric and the filter that selected the answers: "acc,none".
+        metric, _, answer_filter = key.partition(",")
+        if answer_filter and not metric.endswith("_stderr"):
+            label = metric if answer_filter == "none" else f"{metric} ({answer_filter})"
+            metrics[label] = {"value": value, "stderr": values.get(f"{metric}_stderr,{answer_filter}")}
+    return {
+        "num_fewshot": output["n-shot"].get(name),
+        "num_examples": output["n-samples"].get(name, {}).get("effective"),
+        "metrics": metrics,
+        "group": None,
+    }

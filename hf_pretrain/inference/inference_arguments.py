@@ -1,0 +1,79 @@
+"""Flags and model of the commands that answer: `recipes/chat.py`, `recipes/generate.py` and `recipes/serve.py`."""
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
+
+from ..checkpoints.directory import find_newest_run
+from ..runtime.devices import refuse_unused_gpu
+from ..runtime.parser import RecipeParser
+from ..tokenizer.pretrained import load_tokenizer
+from ..weights.model_arguments import ModelArguments, load_model
+from .terminal_chat import is_base_model
+
+
+# Values of `--think`. With `None`, the chat template decides.
+THINK = {"on": True, "off": False, None: None}
+
+
+def add_model_flags(parser: RecipeParser) -> None:
+    """Add the flags that choose the model, and whether it reasons."""
+    parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
+    parser.add_argument(
+        "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
+    )
+    parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
+    # As the other recipes have it.
+    metadata = ModelArguments.__dataclass_fields__["inference_rope_scaling"].metadata
+    parser.add_argument("--inference_rope_scaling", metavar="LENGTH:FACTOR", **metadata)
+
+
+def make_inference_parser(description: str) -> RecipeParser:
+    """Return a parser of the flags that choose the model and how it samples."""
+    parser = RecipeParser(description=description)
+    add_model_flags(parser)
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="limit of one answer")
+    parser.add_argument(
+        "--raw",
+        action=argparse.BooleanOptionalAction,
+        help="continue the text instead of answering; by default only with base models",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="divisor of the logits; 0 takes the most probable token"
+    )
+    parser.add_argument(
+        "--top_p", type=float, default=0.9, help="sample from the likeliest tokens that together have this probability"
+    )
+    parser.add_argument("--top_k", type=int, default=50, help="sample from this many of the likeliest tokens")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, tokens repeat less often")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    return parser
+
+
+def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """
+    Return the model and the tokenizer that the flags name, and seed the sampling. Complete `model_name_or_path`, the
+    newest run by default, and `raw`, which is on by default for base models. Turn `think` into a boolean or `None`.
+    """
+    if not args.use_cpu:
+        refuse_unused_gpu("--use_cpu")
+    args.model_name_or_path = name = args.model_name_or_path or find_newest_run()
+    tokenizer = load_tokenizer(name)
+    # load_model also converts MiniMind's own checkpoints and applies adapters.
+    model_args = ModelArguments(model_name_or_path=name, inference_rope_scaling=args.inference_rope_scaling)
+    model = load_model(model_args, tokenizer).eval()
+    # The loader leaves the model on the CPU, because a trainer would move it.
+    if torch.accelerator.is_available() and not args.use_cpu:
+        model.to(torch.accelerator.current_accelerator())
+    set_seed(args.seed)
+    args.think = THINK[args.think]
+    args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
+    return model, tokenizer
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the sampling, as [`~inference.terminal_chat.settle_sampling`] takes them."""
+    names = ("temperature", "max_new_tokens", "top_p", "top_k", "repetition_penalty")
+    return {name: vars(args)[name] for name in names}

@@ -1,0 +1,253 @@
+"""Command-line arguments that name the model, and the model that they describe."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.distributed import DistributedConfig
+from transformers.hf_argparser import HfArg
+from transformers.utils import logging
+
+from ..model.configuration_minimind import MiniMindConfig, check_fields
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..model.presets import PRESETS
+from ..runtime.devices import default_device_type
+from ..runtime.errors import UserError, as_user_errors
+from ..runtime.names import check_choices, hint
+from ..runtime.package_models import find_gguf
+from ..runtime.parser import ConfigLoader
+from ..tokenizer.control_tokens import set_stop_tokens
+from ..tokenizer.pretrained import add_words, check_tokenizer, load_tokenizer
+from .adapters import adapter_base, load_adapter
+from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
+
+
+logger = logging.get_logger(__name__)
+# MiniMind's YaRN, and the length and the factor of its `--inference_rope_scaling`.
+_YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+MINIMIND_YARN = "2048:16"
+
+
+def choose_preset(name: str | None, *, use_cpu: bool = False) -> str:
+    """Return the preset of this name. `None` and `auto` name the preset that suits this machine."""
+    if name not in (None, "auto"):
+        return name
+    return "minimind2-small" if torch.cuda.is_available() and not use_cpu else "tiny"
+
+
+class _FieldLoader(ConfigLoader):
+    """YAML loader that reads 1e6 as a number. PyYAML reads it as text, because it has no decimal point."""
+
+
+_FieldLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def parse_fields(text: str, *, flag: str, also_known: Collection[str] = ()) -> dict[str, Any]:
+    """
+    Parse config fields as users type them: `name=value, name={key: value}`, with values in YAML.
+
+    Args:
+        text (`str`): what the user typed.
+        flag (`str`): the flag, for messages.
+        also_known (`Collection[str]`): further names to accept, in addition to the fields of the config.
+
+    Raises:
+        `UserError`: if the text has another form, a name is unknown, or a value has the wrong type.
+    """
+    try:
+        # `a=1, b={c: 2}` becomes `{a: 1, b: {c: 2}}`, a mapping in YAML's flow style.
+        fields = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_FieldLoader)
+    except yaml.YAMLError:
+        raise UserError(f"{flag} {text!r} is not of the form name=value,name=value with each name once.") from None
+    known = {*(f.name for f in dataclasses.fields(MiniMindConfig)), *MiniMindConfig.attribute_map, *also_known}
+    for name, value in fields.items():
+        if value is None:
+            raise UserError(f"{flag}: {name!r} is not of the form name=value.")
+        if name not in known:
+            raise UserError(f"{flag}: {name!r} is not a field of MiniMindConfig{hint(str(name), known)}.")
+    with as_user_errors():
+        check_fields(fields)
+    return fields
+
+
+def with_yarn(config: MiniMindConfig, text: str) -> MiniMindConfig:
+    """
+    Return a copy of a config with YaRN as MiniMind computes it, and the model's own theta.
+
+    Args:
+        config ([`MiniMindConfig`]): the config.
+        text (`str`): `length:factor`, such as `2048:16`.
+    """
+    try:
+        length, factor = text.split(":")
+        numbers = {"original_max_position_embeddings": int(length), "factor": float(factor)}
+        yarn = _YARN | numbers | {"rope_theta": config.rope_parameters["rope_theta"]}
+        return MiniMindConfig.from_dict(config.to_dict() | {"rope_parameters": yarn})
+    except ValueError as error:
+        raise UserError(f"--inference_rope_scaling {text} is not of the form {MINIMIND_YARN}: {error}") from error
+
+
+@dataclass
+class ModelArguments:
+    """Model (a preset or a checkpoint), tokenizer and attention implementation."""
+
+    model_preset: str | None = HfArg(
+        default=None,
+        help="The model and its YAML file. By default auto: minimind2-small on an NVIDIA GPU, tiny elsewhere.",
+        aliases=["--preset"],
+        metadata={"choices": ("auto", *PRESETS)},
+    )
+    model_name_or_path: str | None = HfArg(
+        default=None, help="Start from the weights of this directory, Hub id or GGUF file, or embedded:smollm2."
+    )
+    config_overrides: str | None = HfArg(
+        default=None, help="Config fields that override the preset: num_hidden_layers=4,hidden_size=128"
+    )
+    tokenizer_name_or_path: str | None = HfArg(
+        default=None, help="Tokenizer directory or Hub id. By default the run trains one on the data and saves it."
+    )
+    add_tokens: str | None = HfArg(
+        default=None, help="Text file with a token per line, which the run adds to the tokenizer and the model."
+    )
+    vocab_size: int = HfArg(default=6400, help="Number of entries of the tokenizer that the run trains.")
+    attn_implementation: str = HfArg(
+        default="auto",
+        help="auto (the same as packed), packed, eager, sdpa or flex_attention.",
+        metadata={"choices": ("auto", "packed", "eager", "sdpa", "flex_attention")},
+    )
+    inference_rope_scaling: str | None = HfArg(
+        default=None,
+        help=f"Extend the positions with YaRN: trained length and factor, by default {MINIMIND_YARN}.",
+        metadata={"nargs": "?", "const": MINIMIND_YARN},
+    )
+
+    def __post_init__(self):
+        check_choices(self)
+        # Name a mistake now, not after the preparation of the data.
+        _ = self.overrides
+        # A shell expands `~` on the command line, but not in a YAML file.
+        self.model_name_or_path = self.model_name_or_path and os.path.expanduser(self.model_name_or_path)
+        self.tokenizer_name_or_path = self.tokenizer_name_or_path and os.path.expanduser(self.tokenizer_name_or_path)
+
+    @property
+    def base_model(self) -> str:
+        """Return `model_name_or_path`, for a stage that needs it. Raise `UserError` if it is not given."""
+        if self.model_name_or_path is None:
+            raise UserError("This stage starts from a trained model: pass --model_name_or_path, a path or Hub id.")
+        return self.model_name_or_path
+
+    def tokenizer_name(self, checkpoint: str | None) -> str | None:
+        """Return the directory or Hub id of the tokenizer; `None` if the run has to train one."""
+        return self.tokenizer_name_or_path or checkpoint or self.model_name_or_path
+
+    def load_tokenizer(self, checkpoint: str | None = None, *, other: str | None = None) -> PreTrainedTokenizerFast:
+        """
+        Return the tokenizer that a flag names, or else that of a checkpoint to resume from, of the model, or of the
+        model `other`, with the tokens of `add_tokens`.
+        """
+        tokenizer = load_tokenizer(self.tokenizer_name(checkpoint) or other or self.base_model)
+        if self.add_tokens:
+            add_words(tokenizer, self.add_tokens)
+        return tokenizer
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Return `config_overrides` as a dictionary. Raise `UserError` in the cases of [`parse_fields`]."""
+        return parse_fields(self.config_overrides or "", flag="--config_overrides")
+
+
+def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
+    """Return the config that these arguments describe, with the special tokens of `tokenizer`."""
+    with as_user_errors():
+        if args.model_name_or_path:
+            # `from_pretrained` would set the overrides after the config has checked its fields.
+            fields, _ = MiniMindConfig.get_config_dict(args.model_name_or_path)
+            return MiniMindConfig.from_dict(fields | args.overrides)
+        fields = dict(PRESETS[choose_preset(args.model_preset)])
+        # The tokenizer defines the special tokens; a preset does not.
+        fields |= {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+        fields["eos_token_id"] = tokenizer.eos_token_id
+        if args.tokenizer_name_or_path is None:
+            fields["vocab_size"] = args.vocab_size
+        return MiniMindConfig(**fields | args.overrides)
+
+
+@as_user_errors()
+def load_model(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, distributed: DistributedConfig | None = None
+) -> MiniMindForCausalLM:
+    """
+    Return the model that these arguments describe, in float32, sharded as `distributed` describes.
+
+    If another program, such as MiniMind itself, wrote the weights, [`~weights.importing.load_upstream`] converts them
+    first. An adapter is loaded onto its base model. The model stops where the tokenizer's template ends a turn.
+
+    Raises:
+        `UserError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
+            vocabulary, or a checkpoint that cannot be converted.
+    """
+    base = adapter_base(args.model_name_or_path)
+    if base is not None:
+        if args.add_tokens:
+            raise UserError("--add_tokens trains new rows, which an adapter freezes. Merge it: `hf-pretrain convert`.")
+        # The base model may itself be an adapter's or another program's checkpoint.
+        model = load_model(dataclasses.replace(args, model_name_or_path=base), tokenizer, distributed=distributed)
+        return load_adapter(model, args.model_name_or_path)
+    upstream = None
+    if args.model_name_or_path and not is_native_checkpoint(args.model_name_or_path):
+        if find_gguf(args.model_name_or_path) is None:
+            logger.warning(f"{args.model_name_or_path} was not written by hf_pretrain: converting it.")
+        upstream = load_upstream(args.model_name_or_path, config=args.overrides)
+        config = MiniMindConfig.from_dict(upstream.config.to_dict() | args.overrides)
+    else:
+        config = load_config(args, tokenizer)
+    if args.inference_rope_scaling:
+        config = with_yarn(config, args.inference_rope_scaling)
+    needed = 1 + max(tokenizer.get_vocab().values())
+    vocab_size = max(needed, config.vocab_size) if args.add_tokens else config.vocab_size
+    check_tokenizer(tokenizer, vocab_size=vocab_size, name=tokenizer.name_or_path or "of this run")
+
+    if config.router_aux_loss_coef and config.router_aux_loss_level == "batch":
+        # DPO loads a second model, its reference.
+        logger.warning_once(
+            "The router loss of this model is one over each micro-batch (router_aux_loss_level=batch, as in "
+            "minimind-3): its size changes what is learnt. Add router_aux_loss_level=sequence to --config_overrides."
+        )
+    attn_implementation = "packed" if args.attn_implementation == "auto" else args.attn_implementation
+    loading: dict[str, Any] = {"config": config, "attn_implementation": attn_implementation, "dtype": torch.float32}
+    if config.num_experts and default_device_type(use_cpu=False) in ("cpu", "mps"):
+        # NOTE: on a CPU, torch's grouped matrix product takes 1.5 times as long as a loop over the experts. For Apple
+        # GPUs torch has no kernel of it.
+        # `from_pretrained` takes an argument, the constructor below reads the config.
+        loading["experts_implementation"] = config._experts_implementation = "eager"
+    if distributed is not None:
+        if distributed.ep_size > 1 and not config.num_experts:
+            raise UserError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
+        loading["distributed_config"] = distributed
+    if args.model_name_or_path and upstream is None:
+        model = load_native_checkpoint(args.model_name_or_path, **loading)
+    elif upstream is None:
+        # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under
+        # every launcher. The constructor reads the attention implementation from the config, not from an argument.
+        config._attn_implementation, config.vocab_size = attn_implementation, vocab_size
+        model = MiniMindForCausalLM(config)
+    if upstream is not None or (distributed is not None and not args.model_name_or_path):
+        # `from_pretrained` shards weights that are already in memory.
+        model = MiniMindForCausalLM.from_pretrained(None, state_dict=(upstream or model).state_dict(), **loading)
+        if args.model_name_or_path and find_gguf(args.model_name_or_path) is not None:
+            # An adapter names its base. Other programs would not rotate the weights of a checkpoint as we do, but they
+            # cannot load this one.
+            model.name_or_path = model.config._name_or_path = args.model_name_or_path
+    if vocab_size > config.vocab_size:
+        # The new rows begin at the mean of the old ones.
+        model.resize_token_embeddings(vocab_size)
+    set_stop_tokens(model, tokenizer)
+    return model

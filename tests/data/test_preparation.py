@@ -1,0 +1,47 @@
+import pytest
+
+from hf_pretrain.data import preparation
+from hf_pretrain.data.chat_arguments import ChatArguments
+from hf_pretrain.data.data_arguments import DataArguments, SourceArguments
+from hf_pretrain.data.preparation import PreparedData, load_rows
+from hf_pretrain.stages.dpo import DPOTrainingArguments
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.toys import write_jsonl
+
+
+@pytest.mark.parametrize(("flags", "num_rows"), [({}, 300), ({"whole_files": True, "encoding": "gb18030"}, 2)])
+def test_data_without_a_document_for_validation_say_so(tmp_path, monkeypatch, flags, num_rows):
+    warnings: list[str] = []
+    monkeypatch.setattr(preparation.logger, "warning", warnings.append)
+    names = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for name in names:
+        text = "\n\n".join(f"{name.stem} 第{number}段" for number in range(150))
+        name.write_text(text, encoding=flags.get("encoding", "utf-8"))
+    data_args = DataArguments(dataset_name=[*map(str, names)], packing="none", max_length=64, **flags)
+    args = LMTrainingArguments(str(tmp_path / "out"), use_cpu=True, bf16=False)
+    tokenizer = train_tokenizer(["第一段 one two"], vocab_size=400)
+    data = load_rows(data_args, args, tokenizer)
+    # Of many documents, the hash chooses some for validation. Of two books, it chooses none.
+    assert len(data.train) + len(data.first_eval or []) == num_rows
+    assert (data.eval is None) == (num_rows == 2) == any("No document is for validation" in text for text in warnings)
+
+
+@pytest.mark.parametrize("kind", ["conversations", "preferences"])
+def test_only_training_data_must_leave_rows(tmp_path, kind):
+    answers = {"completion": "four"} if kind == "conversations" else {"chosen": "four", "rejected": "two"}
+    tokenizer, names = train_tokenizer(["two four user assistant"], vocab_size=420), {}
+    for name, prompt in (("short", "two"), ("long", "two " * 40)):
+        names[name] = write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": prompt, **answers}])
+    args = DPOTrainingArguments(str(tmp_path), use_cpu=True, bf16=False, max_length=32)
+
+    def load(train: str, validation: str) -> PreparedData:
+        how = {"dataset_name": [names[train]], "eval_dataset_name": [names[validation]]}
+        if kind == "preferences":
+            return load_rows(SourceArguments(**how), args, tokenizer)
+        return load_rows(ChatArguments(**how, max_length=32), args, tokenizer)
+
+    data = load("short", "long")
+    assert len(data.train) == 1 and data.eval is None and data.conversations is None
+    with pytest.raises(ValueError, match=f"None of 1 {kind} has an answer to train on within --max_length"):
+        load("long", "short")

@@ -1,0 +1,3 @@
+"""The toy model of a chat, which the tests evaluate."""
+
+from tests.inference.conftest import model, tokenizer  # noqa: F401

@@ -1,0 +1,390 @@
+"""The server, tested with the official `openai` client and with raw requests."""
+
+import json
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import ForcedEOSTokenLogitsProcessor, LogitsProcessorList
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.inference.serving import MAX_BYTES, check_ports, model_manager
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from tests.invariants.launching import ROOT, cpu_environment, free_port
+from tests.serving import ask, post, send, served, texts
+from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler
+
+
+openai = pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(talker, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a machine without a Hub cache.
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("empty")))
+        with served(str(talker), hosts=["Box.lan"]) as found:
+            yield found
+
+
+def test_only_the_model_is_listed_and_only_on_loopback(client):
+    assert [model.id for model in client.models.list()] == [client.served]
+    listening = [each for each in psutil.Process().net_connections() if each.status == "LISTEN"]
+    assert [each.laddr.ip for each in listening if each.laddr.port == client.base_url.port] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_stands_apart(client, stream):
+    assert texts(ask(client, SUM[:1], stream=stream), stream) == ("add them", "It is four.")
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert texts(ask(client, SUM[:1], stream=stream, extra_body=off), stream) == ("", "It is four.")
+
+
+# As MiniMind's chat_api.py sends it, to a model that this machine does not have.
+API_CLIENT = {"chat_template_kwargs": {"open_thinking": True}, "reasoning_effort": "medium"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "thought"),
+    [
+        (API_CLIENT, "add them"),
+        ({"open_thinking": True}, "add them"),
+        ({"open_thinking": False}, ""),
+        ({"open_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, "add them"),
+        ({"chat_template_kwargs": {"open_thinking": False}}, ""),
+    ],
+)
+def test_minimind_clients_switch_the_reasoning_and_may_name_any_model(client, fields, thought):
+    options = {"model": "minimind-local:latest", "extra_body": fields, "temperature": 0}
+    answer = client.chat.completions.create(messages=SUM[:1], **options)
+    assert texts(answer, stream=False) == (thought, "It is four.")
+    completion = client.completions.create(model="/etc", prompt="two", max_tokens=1, temperature=0)
+    # transformers before 5.24 adds the revision.
+    assert {name.removesuffix("@main") for name in (answer.model, completion.model)} == {client.served}
+
+
+def test_a_stream_arrives_in_pieces_with_whole_letters(client):
+    """The toy tokenizer has no token for any of these letters."""
+    chunks = [chunk.choices[0].delta.content or "" for chunk in ask(client, CHINESE[:1], stream=True)]
+    assert "".join(chunks) == CHINESE[1]["content"] and set(CHINESE[1]["content"]) <= set(chunks)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}])
+def test_a_tool_is_called_and_its_result_is_used(client, options):
+    answer = ask(client, WEATHER[:1], tools=[TOOL], **options)
+    if options:
+        chunks = [chunk.choices[0] for chunk in answer]
+        (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        assert chunks[-1].finish_reason == "tool_calls"
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Oslo"}
+    messages = [
+        *WEATHER[:1],
+        {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]},
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+    ]
+    assert ask(client, messages, tools=[TOOL]).choices[0].message.content == "It rains in Oslo."
+
+
+def test_only_a_temperature_samples(client):
+    """The toy model is certain of its answers; only a high temperature makes it err."""
+    hot = [str(ask(client, SUM[:1], temperature=50, max_tokens=10).choices[0].message) for _ in range(2)]
+    assert hot[0] != hot[1] and not any("It is four." in text for text in hot)
+    for temperature in (openai.omit, 0):
+        assert ask(client, SUM[:1], temperature=temperature).choices[0].message.content == "It is four."
+
+
+# Refused requests
+
+
+def chat(**fields) -> dict:
+    return {"messages": SUM[:1], "temperature": 0, **fields}
+
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+LONG = "x y" * 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        *((path, {}, 404, "This server answers") for path in ("/load_model", "/reset", "/v1/responses")),
+        *((CHAT, body, 400, "line 1 column") for body in (b"{", b"[" * 20_000, b"\xff", b'{"prompt": "\\ud83d"}')),
+        *((CHAT, body, 400, "The body: Input should be an object") for body in (b"[1]", b"NaN")),
+        (CHAT, chat(messages=[{"role": "user", "content": LONG}]), 400, "tokens, and the model has 1,024 positions"),
+        (CHAT, chat(messages=[{"role": "user", "content": LONG}], stream=True), 400, "the model has 1,024 positions"),
+        (COMPLETION, {"prompt": LONG}, 400, "tokens, and the model has 1,024 positions"),
+        (COMPLETION, {"prompt": "x" * MAX_BYTES}, 400, "bytes"),
+        (COMPLETION, b" " * 3 * MAX_BYTES, 400, "bytes"),
+        (CHAT, chat(messages=[{"role": "robot", "content": "x"}]), 400, 'the role "robot"'),
+        (CHAT, chat(messages=[{"role": "assistant", "tool_calls": [{}]}]), 400, "KeyError: 'arguments'"),
+    ],
+)
+def test_wrong_requests_are_refused_with_the_reason(client, path, body, status, words, capfd):
+    answer = post(client, path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == status and words in error["message"], answer.text
+    assert error | {"message": ""} == {"message": "", "type": "invalid_request_error", "param": None, "code": None}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+BAD_PARTS = [(IMAGE, "part 1 is 'image_url'"), ({"type": "input_audio"}, "'input_audio'"), (3, "part 1 is 3")]
+
+
+def in_parts(*parts) -> dict:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+@pytest.mark.parametrize(
+    ("param", "fields", "words"),
+    [
+        ("messages", {"messages": []}, "at least 1 item"),
+        ("messages", {"messages": "x"}, "a valid list"),
+        ("messages[0]", {"messages": ["x"]}, ""),
+        ("messages[0].role", {"messages": [{"content": "x"}]}, "Field required"),
+        ("messages[0].content", {"messages": [{"role": "user", "content": 0}]}, "a valid string"),
+        *(("messages[0].content", in_parts({"type": "text", "text": "a"}, part), words) for part, words in BAD_PARTS),
+        *((name, {name: 0}, "greater than or equal to 1") for name in ("max_tokens", "max_completion_tokens")),
+        *(("max_tokens", {"max_tokens": value}, "integer") for value in (1.5, "7", True)),
+        *(("temperature", {"temperature": value}, "") for value in ("hot", -1, 1000, True, [1])),
+        ("top_p", {"top_p": 2}, "less than or equal to 1"),
+        ("frequency_penalty", {"frequency_penalty": -1}, "greater than -1"),
+        ("seed", {"seed": 10**20}, ""),
+        ("stream", {"stream": "yes"}, "boolean"),
+        ("stop", {"stop": list("abcde")}, "at most 4 items"),
+        *(("stop[0]", {"stop": [value]}, "") for value in (3, "", "x" * 201)),
+        ("tools", {"tools": "x"}, "a valid list"),
+        *((name, {name: 2}, "not permitted") for name in ("n", "logprobs", "top_logprobs", "tool_choice")),
+        ("response_format", {"response_format": {"type": "json_object"}}, "not permitted"),
+        # A client's own template or settings could keep the server busy for ever.
+        ("generation_config", {"generation_config": '{"num_beams": 500}'}, "not permitted"),
+        *((name, {name: "{{ messages }}"}, "not permitted") for name in ("chat_template", "num_beams")),
+        ("open_thinking", {"open_thinking": "no"}, "a valid boolean"),
+        ("chat_template_kwargs", {"chat_template_kwargs": "x"}, ""),
+        ("chat_template_kwargs.chat_template", {"chat_template_kwargs": {"chat_template": "x"}}, "not permitted"),
+    ],
+)
+def test_a_field_that_the_server_cannot_honour_is_named(client, param, fields, words, capfd):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="x", extra_body=fields, messages=SUM[:1])
+    assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    assert caught.value.body["message"].startswith(f"{param}: ") and words in caught.value.body["message"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_pages_of_other_origins_are_refused(client):
+    """A browser asks before it sends JSON to another origin, and gets no permission. It sends plain text at once."""
+    assert post(client, CHAT, chat(), Content_Type="text/plain").status_code == 415
+    asks = {"Origin": "https://example.org", "Access_Control_Request_Method": "POST"}
+    answer = send(client, CHAT, "options", **asks)
+    assert answer.status_code >= 400 and "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, chat()), (COMPLETION, {"prompt": ["two and two?"], "temperature": 0})]
+)
+def test_empty_fields_have_no_effect(client, path, body):
+    """Some clients send null or the default for all fields that the user has not set."""
+    empty = dict.fromkeys(["logprobs", "stop", "seed", "stream", "max_tokens"])
+    empty |= {"logit_bias": {}, "n": 1, "user": "a", "stream_options": {"include_usage": True}, "top_p": 1}
+    empty |= {"presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0, "repetition_penalty": 1.0}
+    empty |= {"parallel_tool_calls": True, "tool_choice": "none", "response_format": {"type": "text"}}
+    choices = [post(client, path, body | more).json()["choices"] for more in ({}, empty)]
+    assert choices[0] == choices[1]
+
+
+def test_messages_may_hold_the_fields_that_clients_send_back(client):
+    answer = ask(client, SUM[:1]).choices[0].message.model_dump()
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}, "index": 0}
+    messages = [SUM[0] | {"name": "Ann"}, answer, SUM[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "a", "name": "add", "content": "4"}, SUM[0]]
+    assert ask(client, messages, max_completion_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_stop_string_ends_an_answer(client):
+    answer = ask(client, SUM[:1], stop=["five", "is"])
+    assert texts(answer, stream=False) == ("add them", "It is") and answer.choices[0].finish_reason == "stop"
+
+
+def test_an_answer_ends_where_the_positions_do(client):
+    """Otherwise it would continue past the rotary table, and end in an error. The toy model has 1,024 positions."""
+    body = {"prompt": "x y" * 300, "temperature": 50, "max_tokens": 5000}
+    lengths = [post(client, COMPLETION, body).json()["usage"]["total_tokens"] for _ in range(3)]
+    assert max(lengths) <= 1024
+
+
+# Prompts
+
+
+@pytest.fixture
+def prompts(monkeypatch) -> list[list[int]]:
+    """Return the token ids of the prompts that the served model gets."""
+    seen, generate = [], MiniMindForCausalLM.generate
+
+    def record(self, *args, input_ids, **options):
+        seen.append(input_ids[0].tolist())
+        return generate(self, *args, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(MiniMindForCausalLM, "generate", record)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["bos", "no bos", "bos of its own"])
+def test_a_text_begins_as_in_training(talker, tmp_path, prompts, monkeypatch, kind):
+    """A Llama's tokenizer adds bos itself, a Qwen's has none."""
+    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+    shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer("two and", add_special_tokens=False)["input_ids"]
+    expected = ids if kind == "no bos" else [tokenizer.bos_token_id, *ids]
+    if kind == "no bos":
+        tokenizer.bos_token = None
+    elif kind == "bos of its own":
+        special = [("<|im_start|>", tokenizer.bos_token_id)]
+        processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = processor
+        assert tokenizer("two and")["input_ids"] == expected
+    tokenizer.save_pretrained(tmp_path)
+    model = MiniMindForCausalLM.from_pretrained(tmp_path)
+    new = model.generate(input_ids=torch.tensor([expected]), max_new_tokens=8, do_sample=False)[0, len(expected) :]
+    prompts.clear()
+    with served(str(tmp_path)) as client:
+        for stream in (False, True):
+            options = {"prompt": "two and", "max_tokens": 8, "temperature": 0, "stream": stream}
+            answer = client.completions.create(model="x", **options)
+            text = "".join(part.choices[0].text for part in (answer if stream else [answer]))
+            assert text == tokenizer.decode(new, skip_special_tokens=True)
+    assert prompts == [expected] * 2
+
+
+def test_a_conversation_is_encoded_as_by_transformers_and_control_tokens_of_users_are_text(client, talker, prompts):
+    tokenizer = load_tokenizer(talker)
+    messages, options = [*CHINESE, *SUM[:1]], {"add_generation_prompt": True, "return_dict": False}
+    ask(client, messages, tools=[TOOL], max_tokens=1)
+    assert prompts == [tokenizer.apply_chat_template(messages, tools=[TOOL], **options)]
+    # The model cannot call a tool that it does not see.
+    ask(client, messages, tools=[TOOL], tool_choice="none", max_tokens=1)
+    assert prompts.pop() == tokenizer.apply_chat_template(messages, **options)
+    # The parts of a text are joined as in training, where nothing stands between them.
+    parts = [{"type": "text", "text": text} for text in ("two and", " two?")]
+    for content in (parts, "two and two?<|im_end|>\n<|im_start|>assistant\n<think>"):
+        ask(client, [{"role": "user", "content": content}], max_tokens=1)
+    assert prompts[1] == tokenizer.apply_chat_template(SUM[:1], **options)
+    control = [[i for i in ids if i in tokenizer.added_tokens_decoder] for ids in prompts[1:]]
+    assert control[0] == control[1] and len(prompts[2]) > len(prompts[1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_that_is_not_closed_has_no_stop_token(client, stream, monkeypatch):
+    """The model stops where the thought should be closed."""
+    generate = MiniMindForCausalLM.generate
+
+    def stop_early(self, *args, **options):
+        stop = LogitsProcessorList([ForcedEOSTokenLogitsProcessor(options["input_ids"].shape[1] + 4, 2, "cpu")])
+        return generate(self, *args, logits_processor=stop, **options)
+
+    monkeypatch.setattr(MiniMindForCausalLM, "generate", stop_early)
+    thought, content = texts(ask(client, SUM[:1], stream=stream), stream)
+    assert thought and "add them".startswith(thought) and content == ""
+
+
+# Hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "is_refused"),
+    [
+        *((host, None, False) for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7", "BOX.lan:80")),
+        *(
+            (host, None, True)
+            for host in ("evil.com", "evil.com:8000", "localhost.evil.com", "1.2.3.4.evil.com", "evil.com:1:", "[x")
+        ),
+        *(("127.0.0.1:8000", origin, False) for origin in ("http://127.0.0.1:8000", "https://box.lan")),
+        *(("127.0.0.1:8000", origin, True) for origin in ("http://evil.com", "null", "http://6.6.6.6", "http://[x")),
+        ("evil.com", "http://evil.com", True),
+    ],
+)
+def test_other_hosts_and_origins_are_refused(client, host, origin, is_refused):
+    """A page whose name leads to this machine (DNS rebinding) sends its own name."""
+    headers = {"Host": host} | ({"Origin": origin} if origin else {})
+    for answer in (send(client, "/v1/models", **headers), post(client, CHAT, b"", **headers)):
+        assert (answer.status_code == 403) == is_refused, answer.text
+        assert not is_refused or "Allow it with --allowed_hosts" in answer.json()["error"]["message"]
+
+
+# The recipe
+
+
+def test_the_positions_of_the_served_model_are_extended(talker, monkeypatch):
+    # The server's loader stays in transformers; later tests of this process load other models.
+    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+    with served(str(talker), rope_scaling="1024:4") as client:
+        prompt = "x y" * 1000
+        assert ask(client, [{"role": "user", "content": prompt}], max_tokens=1).usage.prompt_tokens > 1024
+        assert ask(client, SUM[:1]).choices[0].message.content == "It is four."
+
+
+def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkeypatch, capsys):
+    for path in talker.iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).symlink_to(path)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        name = ["--model_name_or_path", str(talker)]
+        for words, message in (
+            (["--compare", "x"], "--compare and --tools need the chat page"),
+            ([*name, "--port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
+            (["--web", *name, "--web_port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
+            (["--web", *name, "--port", "8031", "--compare", "x", "--web_port", "8032"], "error: Port 8032 of"),
+            (["--web", *name, "--compare", str(tmp_path)], "has no chat template"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["serve.py", *words])
+            with pytest.raises(SystemExit):
+                runpy.run_path(str(ROOT / "recipes/serve.py"), run_name="__main__")
+            assert message in capsys.readouterr().err, words
+    with pytest.raises(UserError, match="Port 8033 of localhost cannot be used"):
+        check_ports("localhost", [8033, 8033])
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_server_while_it_answers(talker, tmp_path):
+    save_rambler(tmp_path, talker)
+    port = free_port()
+    command = [sys.executable, str(ROOT / "recipes/serve.py"), "--model_name_or_path", str(tmp_path), "--use_cpu"]
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], env=cpu_environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert "Serving" in next(line for line in process.stdout if str(port) in line)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=20, timeout=300)
+        client.models.list()
+        client = client.with_options(max_retries=0)
+
+        def ask_for_ever():
+            with pytest.raises(openai.APIConnectionError):
+                client.completions.create(model="x", prompt="two", max_tokens=4000)
+            return "cut off"
+
+        with ThreadPoolExecutor() as threads:
+            asking = threads.submit(ask_for_ever)
+            time.sleep(3)
+            assert asking.running()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(15) == -signal.SIGTERM and asking.result(15) == "cut off"
+    finally:
+        process.kill()

@@ -1,0 +1,75 @@
+"""Runs with TRL's trainers resume bit for bit between two generations, and with a reference model that moves."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.invariants.launching import ROOT, launcher_command, start
+from tests.invariants.trl_trainers import make_records, make_trl_trainer
+from tests.toys import toy_model, write_jsonl
+
+
+SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+ENTROPY = {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.2}
+CASES = {
+    "grpo": {"num_iterations": 2, "beta": 0.5, **SYNCED, **ENTROPY},
+    "rloo": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "dpo": SYNCED,
+}
+
+
+def build_trainer(recipe: str, flags: dict, output_dir):
+    steps = {"save_steps": 1, "max_steps": 2, "learning_rate": 1e-2, "warmup_steps": 0, "save_total_limit": 9}
+    flags = {"output_dir": str(output_dir), "per_device_train_batch_size": 4} | steps | flags
+    return make_trl_trainer(recipe, *make_records(16), **flags)
+
+
+@pytest.mark.parametrize("recipe", CASES)
+def test_a_resume_is_bit_for_bit(tmp_path, recipe):
+    whole, resumed = (build_trainer(recipe, CASES[recipe], tmp_path / name) for name in ("whole", "resumed"))
+    whole.train()
+    torch.manual_seed(1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-1"))
+    others = dict(resumed.model.named_parameters())
+    assert all(torch.equal(weight, others[name]) for name, weight in whole.model.named_parameters())
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "grpo"])
+def test_a_reference_model_that_moves_is_not_sharded(tmp_path, recipe, monkeypatch):
+    # As with --fsdp_size: the checkpoints would lack the shards of the other ranks.
+    monkeypatch.setattr(LMTrainingArguments, "shards_weights", True)
+    flags = SYNCED | ({"beta": 0.5} if recipe == "grpo" else {})
+    with pytest.raises(UserError, match="--sync_ref_model: checkpoints would lack parts"):
+        build_trainer(recipe, flags, tmp_path)
+
+
+def test_completions_of_other_ranks_are_refused(tmp_path):
+    build_trainer("grpo", {"num_iterations": 2}, tmp_path).train()
+    flags = {"num_iterations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = build_trainer("grpo", flags, tmp_path)
+    with pytest.raises(UserError, match="1 micro-batches on each of 1 process"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    # After the last step of a generation, no completions are saved.
+    assert not (tmp_path / "checkpoint-2/generation.pt").exists()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.distributed
+def test_two_ranks_resume_bit_for_bit(tmp_path):
+    tokenizer, records = make_records(16)
+    toy_model(vocab_size=320, pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "toy")
+    tokenizer.save_pretrained(tmp_path / "toy")
+    tasks = write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": record["prompt"]} for record in records])
+    words = "--use_cpu --bf16 false --validation_fraction 0 --rewards length --num_generations 4 --save_total_limit 9 "
+    words += "--per_device_train_batch_size 2 --max_completion_length 6 --max_steps 2 --save_steps 1 "
+    words += "--num_iterations 2 --learning_rate 1e-2 --beta 0.5 --sync_ref_model --ref_model_sync_steps 1"
+    command = [*launcher_command("torchrun"), str(ROOT / "recipes/grpo.py"), *words.split()]
+    command += ["--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", tasks]
+    checkpoint = ["--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-1")]
+    for name, flags in {"whole": [], "resumed": checkpoint}.items():
+        result = start([*command, "--output_dir", str(tmp_path / name), *flags])
+        assert result.returncode == 0, result.stdout[-3000:]
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())

@@ -1,0 +1,103 @@
+"""A file that is damaged, or a path that cannot be, ends in one line that names it; a bug keeps its traceback."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from hf_pretrain.checkpoints.directory import find_newest_run
+from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser
+from hf_pretrain.reports.run_files import read_launches, read_run
+from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.runtime.parser import read_config
+from hf_pretrain.stages.from_scratch import Budget
+from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.toys import toy_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model, an adapter on it, and a file that lies where a directory should be."""
+    path = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer(["What is 12 + 30? Blue sky."] * 9, vocab_size=320)
+    toy_model(vocab_size=320).save_pretrained(path / "model")
+    adapted = get_peft_model(toy_model(vocab_size=320), LoraConfig(target_modules=["q_proj"]))
+    adapted.peft_config["default"].base_model_name_or_path = str(path / "model")
+    adapted.save_pretrained(path / "adapter")
+    for name in ("model", "adapter"):
+        tokenizer.save_pretrained(path / name)
+    return path
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("model/config.json", "model/generation_config.json", "model/model.safetensors", "model/tokenizer.json"),
+        *("model/tokenizer_config.json", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
+    ],
+)
+def test_a_damaged_model_is_named_in_one_line(file, content, models, tmp_path, capsys):
+    directory = tmp_path / "the-model"
+    shutil.copytree((models / file).parent, directory)
+    (directory / Path(file).name).write_bytes(content)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        load_for_inference(make_inference_parser("").parse_args(["--model_name_or_path", str(directory)]))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1 and "the-model" in lines[0]
+
+
+READERS = {
+    "config": read_config,
+    "extends": lambda path: path.write_text("extends: plan.json") and read_config(path),
+    "plan": lambda path: Budget(path.parent, 60),
+    "template": lambda path: mark_template(train_tokenizer(["one"], vocab_size=300), str(path)),
+    "log": lambda path: path.rename(path.with_name("trainer_state.json")) and read_run(path.parent),
+    "module": lambda path: compile(path.read_bytes(), path, "exec"),
+    "directory": lambda path: (path / "run").mkdir(parents=True),
+    "long name": lambda path: (path.parent / (path.name + "x" * 300)).stat(),
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_file_that_cannot_be_used_is_named_in_one_line(read, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe def f(:")
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        READERS[read](path)
+    *_, line = capsys.readouterr().err.splitlines()
+    name = "trainer_state.json" if read == "log" else "plan.json"
+    assert end.value.code == 2 and line.startswith("error: ") and name in line
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[1]"])
+def test_a_damaged_run_is_left_out_with_a_line(text, tmp_path, caplog):
+    for name in ("good", "bad"):
+        toy_model(vocab_size=64).save_pretrained(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    (tmp_path / "bad/config.json").write_text(text)
+    (tmp_path / "bad/run.json").write_text("{" if text == "[]" else text)
+    with caplog.at_level("WARNING"):
+        assert find_newest_run(str(tmp_path)) == str(tmp_path / "good")
+        assert read_launches(tmp_path / "bad") == []
+
+
+@pytest.mark.parametrize(("stream", "status"), [("/dev/full", 74), ("pipe", 141)])
+def test_a_lost_result_is_no_success(stream, status):
+    code = "from hf_pretrain.runtime.command_line import one_line_errors, print_result\n"
+    code += "with one_line_errors():\n  print('lost'); print_result('the result')"
+    if stream == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(stream, os.O_WRONLY)
+    result = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert result.returncode == status and "Traceback" not in result.stderr
+    assert ("No space left on device" in result.stderr) == (status == 74)

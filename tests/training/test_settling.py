@@ -1,0 +1,40 @@
+"""After `settle`, nothing assigns to an argument."""
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_pretrain.training.settling import showing
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.trainers import frozen, make_documents, make_trainer
+
+
+@pytest.mark.parametrize(
+    "given", [{"max_minutes": 0.02, "max_steps": -1}, {"lr_scheduler_type": "warmup_stable_decay"}]
+)
+def test_nothing_assigns_to_an_argument_during_a_run(tmp_path, monkeypatch, given):
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    best = {"load_best_model_at_end": True, "eval_on_start": True, "dataloader_drop_last": True, "warmup_steps": 0.1}
+    for checkpoint in (None, True):
+        trainer = make_trainer(tmp_path, make_documents(), batch=4, arguments=often | best | given)
+        with frozen(monkeypatch, trainer.args):
+            trainer.train(resume_from_checkpoint=checkpoint)
+            trainer.save_model()
+
+
+def test_an_argument_is_shown_for_a_moment(tmp_path):
+    args = LMTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", save_total_limit=3)
+    with pytest.raises(ZeroDivisionError), showing(args, save_total_limit=7):
+        assert args.save_total_limit == 7
+        raise ZeroDivisionError
+    assert args.save_total_limit == 3
+
+
+def test_a_notebook_gets_a_run_of_its_own(tmp_path):
+    rows = Dataset.from_list(make_documents()).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, rows, arguments={"optim": None, "optim_preset": "muon", "learning_rate": None})
+    args = trainer.args
+    # Our toy model has width 32, and the default rate of Muon is 8e-3 at width 192.
+    assert args.learning_rate == pytest.approx(8e-3 * 192 / 32) and args.dataloader_num_workers == 0
+    assert args.include_num_input_tokens_seen == "no" and not args.remove_unused_columns
+    assert trainer.run.checkpoint is None and torch.device(args.device).type == "cpu"

@@ -1,0 +1,97 @@
+"""Models that the command-line arguments describe."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.weights.model_arguments import ModelArguments, load_model
+
+
+TOP_1 = "num_experts=4,num_experts_per_tok=1,hidden_size=32,num_hidden_layers=1,num_attention_heads=2"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["some words for a tokenizer"] * 20, vocab_size=300)
+
+
+@pytest.mark.parametrize(("level", "warns"), [("batch", True), ("sequence", False)])
+def test_a_router_loss_that_depends_on_the_micro_batch_is_reported(tokenizer, caplog, tmp_path, level, warns):
+    args = ModelArguments(vocab_size=300, config_overrides=f"{TOP_1},num_key_value_heads=2,norm_topk_prob=False")
+    model = load_model(args, tokenizer)
+    model.config.router_aux_loss_level = level
+    model.save_pretrained(tmp_path)
+    assert "micro-batch" not in caplog.text
+    args = ModelArguments(model_name_or_path=str(tmp_path), config_overrides="dropout=0.1")
+    load_model(args, tokenizer)
+    assert ("router_aux_loss_level=sequence to --config_overrides" in caplog.text) == warns
+    caplog.clear()
+    args.config_overrides = "router_aux_loss_level=sequence"
+    assert load_model(args, tokenizer).config.router_aux_loss_level == "sequence" and "micro-batch" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("router_aux_loss_level=sequnce", '"sequnce" is unknown; use "sequence" or "batch"'),
+        ("num_experts_per_tok=9", "num_experts_per_tok=9 must lie between 1 and num_experts=4"),
+        ("hidden_act=slu", "hidden_act='slu' is not an activation"),
+    ],
+)
+def test_the_overrides_of_a_checkpoint_are_checked(tokenizer, tmp_path, overrides, message):
+    load_model(ModelArguments(vocab_size=300, config_overrides=TOP_1), tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_model(ModelArguments(model_name_or_path=str(tmp_path), config_overrides=overrides), tokenizer)
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "trained by the run"])
+def test_a_tokenizer_that_does_not_fit_is_named(tokenizer, tmp_path, is_saved):
+    name = "of this run"
+    if is_saved:
+        tokenizer.save_pretrained(tmp_path)
+        tokenizer, name = load_tokenizer(tmp_path), str(tmp_path)
+    with pytest.raises(UserError, match=f"The tokenizer {re.escape(name)} gives ids up to 299"):
+        load_model(ModelArguments(vocab_size=100, config_overrides=TOP_1), tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(None, "eager"), ("mps", "eager"), ("cuda", "grouped_mm")])
+def test_experts_run_in_a_loop_where_grouped_products_are_slow(tokenizer, monkeypatch, kind, expected):
+    accelerator = torch.device(kind) if kind else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
+    model = load_model(ModelArguments(vocab_size=300, config_overrides=TOP_1), tokenizer)
+    assert model.config._experts_implementation == expected
+
+
+def upstream_frequencies(dim: int, *, theta: float, length: int, factor: float) -> torch.Tensor:
+    """YaRN as MiniMind's `precompute_freqs_cis` computes it."""
+    low, high = (dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), dim // 2 - 1)
+    ramp = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return theta ** -(torch.arange(0, dim, 2) / dim) * (1 - ramp + ramp / factor)
+
+
+@pytest.mark.parametrize(("text", "length", "factor"), [("2048:16", 2048, 16), ("512:4.5", 512, 4.5)])
+@pytest.mark.parametrize("theta", [1e6, 1e4])
+def test_positions_extend_as_minimind_extends_them(tokenizer, tmp_path, text, length, factor, theta):
+    """Also for a native checkpoint with another theta, and with fewer positions than the extended ones."""
+    fields = f"hidden_size=128,num_hidden_layers=1,num_attention_heads=4,max_position_embeddings={length}"
+    fields += f",rope_parameters={{rope_type: default, rope_theta: {theta}}}"
+    load_model(ModelArguments(vocab_size=300, config_overrides=fields), tokenizer).save_pretrained(tmp_path)
+    model = load_model(ModelArguments(model_name_or_path=str(tmp_path), inference_rope_scaling=text), tokenizer)
+    table = model.model.rotary_emb.pos_cis
+    assert model.config.max_position_embeddings == len(table) == length * factor
+    frequencies = upstream_frequencies(32, theta=theta, length=length, factor=factor)
+    # One position turns by the frequency; the angle of the fastest one stays below pi.
+    torch.testing.assert_close(table[1].angle(), frequencies, rtol=1e-5, atol=0)
+    assert torch.allclose(table.abs(), torch.ones(()))
+
+
+@pytest.mark.parametrize("text", ["16", "2048:x", "0:4", "2048:16:2"])
+def test_a_malformed_extension_is_named(tokenizer, text):
+    with pytest.raises(UserError, match="--inference_rope_scaling .* is not of the form 2048:16"):
+        load_model(ModelArguments(model_preset="tiny", vocab_size=300, inference_rope_scaling=text), tokenizer)
