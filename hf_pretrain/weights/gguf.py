@@ -206,7 +206,7 @@ def read_gguf(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     stems = ["model.embed_tokens", "model.norm", "lm_head"]
     stems += [f"model.layers.{i}.{part}" for i in range(fields["num_hidden_layers"]) for part in _PARTS]
     names = {f"{table.get_name(stem)}.weight": f"{stem}.weight" for stem in stems}
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, (number, shape, data) in file.tensors.items():
         if name == _ROPE_FACTORS:
             continue

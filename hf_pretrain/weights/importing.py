@@ -93,9 +93,9 @@ def load_upstream(
     check_finite(model, path)
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
-    fields = ", ".join(f"{name}={value}" for name, value in (given | inferred).items())
+    shown = ", ".join(f"{name}={value}" for name, value in (given | inferred).items())
     log = logger.info if path.suffix == ".gguf" else logger.warning
-    log(f"{path} was read as {describe_layout(layout)} in {file_dtype}, with {fields}.")
+    log(f"{path} was read as {describe_layout(layout)} in {file_dtype}, with {shown}.")
     return model
 
 
