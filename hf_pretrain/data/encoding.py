@@ -9,8 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
-from ..tokenizer.chat_template import check_is_whole
-from ..tokenizer.control_tokens import encode_rendered, render_guarded, thinking_variables
+from ..tokenizer.answers import render_answers
+from ..tokenizer.chat_template import check_is_whole, has_marks
+from ..tokenizer.control_tokens import encode_rendered, thinking_variables
 from .draws import add_system_message, draw
 
 
@@ -23,7 +24,7 @@ class ConversationEncoder:
     """
     Encoder of conversations that uses the chat template of a tokenizer.
 
-    The template's `{% generation %}` marks enclose the text that the assistant writes and its stop token.
+    [`~tokenizer.answers.render_answers`] finds the text that the assistant writes, with its stop token.
 
     Args:
         train_on (`str`, defaults to `"assistant"`): train on these tokens only; with `last_turn`, only on the ones
@@ -50,7 +51,7 @@ class ConversationEncoder:
 
         Args:
             texts (`list[str]`): conversations in the internal form.
-            tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, see [`mark_template`].
+            tokenizer ([`PreTrainedTokenizerFast`]): with a chat template, see [`set_template`].
             max_length (`int`): number of tokens after which a conversation is cut off.
 
         Returns:
@@ -68,10 +69,11 @@ class ConversationEncoder:
             if self.seed is not None:
                 kwargs |= self._draw_empty_thought(text, messages, kwargs)
                 messages = add_system_message(messages, tools, seed=self.seed, ratio=self.add_system_ratio)
-            ids, is_generated = encode_conversation(tokenizer, messages, tools, **kwargs)
-            weights = _weigh_answers(np.array(is_generated), self._answer_weights(conversation))[:max_length]
+            ids, numbers = encode_conversation(tokenizer, messages, tools, **kwargs)
+            answers = np.array(numbers)
+            weights = _weigh_answers(answers, self._answer_weights(conversation))[:max_length]
             # Tokens that the assistant does not generate get weight 0.
-            weights = weights if self.train_on == "all" else weights * is_generated[:max_length]
+            weights = weights if self.train_on == "all" else weights * (answers[:max_length] != 0)
             # Without a trained token, for example because it is cut off before its first answer, nothing is left.
             end = max_length if weights[1:].any() else 0
             encoded["input_ids"].append(ids[:end])
@@ -102,26 +104,25 @@ class ConversationEncoder:
         return {"empty_thoughts": True} if has_thought else thinking_variables(False)
 
 
-def _weigh_answers(is_generated: np.ndarray, answer_weights: list[float] | None) -> np.ndarray:
+def _weigh_answers(answers: np.ndarray, answer_weights: list[float] | None) -> np.ndarray:
     """
     Return a factor for the weight of each token: the weight of its answer, and 1 outside of answers.
 
     Args:
-        is_generated (`np.ndarray`): for each token whether the assistant generates it.
+        answers (`np.ndarray`): the number of each token's answer, as [`encode_conversation`] returns it.
         answer_weights (`list[float]`, *optional*): a weight for each message of the assistant.
 
     Raises:
         `UserError`: if the template does not mark one text for each of these messages.
     """
     if answer_weights is None:
-        return np.ones(len(is_generated), np.float32)
-    starts = np.diff(is_generated.astype(np.int8), prepend=0) == 1
-    if starts.sum() != len(answer_weights):
+        return np.ones(len(answers), np.float32)
+    if (answers < 0).any():
         raise UserError(
-            f"The chat template marks {starts.sum()} texts of the assistant in a conversation with "
-            f"{len(answer_weights)} messages. Mark each by {{% generation %}}, or remove the weights of messages."
+            f"The chat template does not mark one text for each of {len(answer_weights)} messages of the assistant. "
+            "Mark each by {% generation %}, or remove the weights of messages."
         )
-    return np.where(is_generated, np.array(answer_weights, np.float32)[np.cumsum(starts) - 1], np.float32(1))
+    return np.array([1, *answer_weights], np.float32)[answers]
 
 
 def encode_conversation(
@@ -131,12 +132,12 @@ def encode_conversation(
     *,
     empty_thoughts: bool | None = None,
     **chat_template_kwargs: Any,
-) -> tuple[list[int], list[bool]]:
+) -> tuple[list[int], list[int]]:
     """
     Encode a whole conversation. A message that contains the text of a control token does not produce that token.
 
     Args:
-        tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
+        tokenizer ([`PreTrainedTokenizerFast`]): with a chat template.
         messages (`list[dict]`): the conversation in the internal form.
         tools (`list[dict]`, *optional*): JSON schemas of the available tools.
         empty_thoughts (`bool`, *optional*): remove the empty thoughts that the template writes, or put one in front of
@@ -144,17 +145,25 @@ def encode_conversation(
         chat_template_kwargs: further variables of the template.
 
     Returns:
-        `tuple[list[int], list[bool]]`: token ids, and for each id whether the assistant generates it.
+        `tuple[list[int], list[int]]`: token ids, and for each id the number of the assistant's message that it belongs
+        to, from 1; 0 if the assistant does not generate it, and -1 if the template marks other texts than messages.
 
     Raises:
         `UserError`: if the template fails, or leaves out a part of the conversation.
     """
-    rendered, spans = render_guarded(tokenizer, messages, tools, **chat_template_kwargs)
+    rendered, spans = render_answers(tokenizer, messages, tools, **chat_template_kwargs)
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    numbers = range(1, len(spans) + 1) if len(spans) == len(places) else [-1] * len(spans)
+    if not has_marks(tokenizer.get_chat_template(tools=tools)):
+        # Such templates may drop a thought of an answer that is not trained.
+        untrained = {place for place, (start, end) in zip(places, spans, strict=True) if start == end}
+        messages = [{**m, "reasoning_content": ""} if i in untrained else m for i, m in enumerate(messages)]
     has_thoughts = bool(chat_template_kwargs.get("enable_thinking", True))
     check_is_whole(tokenizer, rendered, messages, has_thoughts=has_thoughts)
-    # (num_spans, 2): start and end of each text that the assistant generates, in characters
-    # Without spans, the array is empty, and only `reshape` gives it two columns.
-    edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    found = [(start, end, number) for (start, end), number in zip(spans, numbers, strict=True) if start < end]
+    # (num_answers, 2): start and end of each text that the assistant generates, in characters
+    # Without answers, the array is empty, and only `reshape` gives it two columns.
+    edges = np.array([span[:2] for span in found], dtype=np.int64).reshape(-1, 2)
     if empty_thoughts is not None:
         # Each edge moves by the empty thoughts before it.
         starts = [match.start() for match in re.finditer(EMPTY_THOUGHT, rendered)]
@@ -166,7 +175,8 @@ def encode_conversation(
         for start in reversed(starts):
             rendered = rendered[:start] + EMPTY_THOUGHT + rendered[start:]
     ids, starts = encode_rendered(tokenizer, rendered, edges[:, 0].tolist())
-    # A token belongs to the span that contains its first character.
-    span = np.searchsorted(edges[:, 0], starts, side="right") - 1
-    ends = np.append(edges[:, 1], 0)  # index -1: before the first span, where nothing is generated
-    return ids, (np.array(starts) < ends[span]).tolist()
+    # A token belongs to the answer that contains its first character.
+    answer = np.searchsorted(edges[:, 0], starts, side="right") - 1
+    ends = np.append(edges[:, 1], 0)  # index -1: before the first answer, where nothing is generated
+    number = np.append(np.array([number for *_, number in found], dtype=np.int64), 0)
+    return ids, np.where(np.array(starts) < ends[answer], number[answer], 0).tolist()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..tokenizer.chat_template import mark_template
+from ..tokenizer.answers import set_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
@@ -86,7 +86,7 @@ def inspect_data(
     else:
         tokenizer = load_tokenizer(tokenizer_name)
         if any(record.schema != "text" for record in survey.sample):
-            mark_template(tokenizer)
+            set_template(tokenizer)
     announce("counting tokens")
     lines = [f"{label:20} {text}" for label, text in describe(survey, tokenizer, max_length=max_length)]
     records = random.Random(0).sample(survey.sample, min(num_shown, len(survey.sample)))

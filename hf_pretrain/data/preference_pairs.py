@@ -26,7 +26,7 @@ def prepare_pairs(
 
     Args:
         documents ([`Dataset`]): with the single column `text`: preferences in the internal form.
-        tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template.
+        tokenizer ([`PreTrainedTokenizerFast`]): with a chat template.
         max_length (`int`): maximum number of tokens in a row. The collator truncates longer answers. A pair is
             dropped if its prompt leaves no room for an answer, or if the answers are equal within `max_length`.
         num_proc (`int`, *optional*): number of processes that tokenize.
@@ -63,7 +63,7 @@ def _encode_batch(
             encode_conversation(tokenizer, prompt + preference[name], preference.get("tools"), **kwargs)
             for name in ("chosen", "rejected")
         ]
-        ranges = [(0, len(ids)) if are_whole else _last_answer(is_generated) for ids, is_generated in encoded]
+        ranges = [(0, len(ids)) if are_whole else _last_answer(numbers) for ids, numbers in encoded]
         chosen, rejected = (ids[:end] for (ids, _), (_, end) in zip(encoded, ranges, strict=True))
         # Some templates write text before an answer that depends on the answer, for example an empty <think> block. So
         # the prompt ends where the two sequences differ, at the latest.
@@ -76,8 +76,8 @@ def _encode_batch(
     return columns
 
 
-def _last_answer(is_generated: list[bool]) -> tuple[int, int]:
+def _last_answer(numbers: list[int]) -> tuple[int, int]:
     """Return the range `[start, end)` of the last text that the assistant generates, which is the answer."""
-    end = max((i + 1 for i, flag in enumerate(is_generated) if flag), default=len(is_generated))
-    start = max((i for i in range(end) if not is_generated[i]), default=-1) + 1
+    end = max((i + 1 for i, number in enumerate(numbers) if number), default=len(numbers))
+    start = max((i for i in range(end) if not numbers[i]), default=-1) + 1
     return start, end

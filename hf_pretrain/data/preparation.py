@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..tokenizer.chat_template import mark_template
+from ..tokenizer.answers import set_template
 from .collators import DataCollatorForPackedRows
 from .data_arguments import DataArguments, SourceArguments
 from .packing import PackingReport
@@ -83,8 +83,7 @@ def load_rows(
 
     Args:
         data_args ([`~data.data_arguments.SourceArguments`]): the preferences; or with
-            [`~data.data_arguments.DataArguments`], documents to pack. A chat template that does not mark assistant
-            tokens gets the marks, unless the documents are texts.
+            [`~data.data_arguments.DataArguments`], documents to pack.
         training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed, the directory
             of `rejected.jsonl` and, for preferences, `max_length`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.
@@ -94,12 +93,11 @@ def load_rows(
 
     Raises:
         `UserError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
-            [`~data.packing.prepare_rows`] or `prepare`, and [`~tokenizer.chat_template.mark_template`].
+            [`~data.packing.prepare_rows`] or `prepare`, and [`~tokenizer.answers.set_template`].
     """
     is_text = data_args.kind_name == "text"
-    if not is_text:
-        # All ranks mark their tokenizer before the block, because the key of the cached rows depends on the template.
-        mark_template(tokenizer, data_args.chat_template)
+    # All ranks set the template before the block, because the key of the cached rows depends on it.
+    note = None if is_text else set_template(tokenizer, data_args.chat_template)
     with training_args.main_process_first(desc="preparing the data"):
         how = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation}
         documents, eval_documents = data_args.load_sets(training_args, **how)
@@ -113,6 +111,8 @@ def load_rows(
     if not is_evaluation:
         _check_rows(train, documents, eval_documents, data_args)
         report.insert(0, f"Training: {counts or 'streamed'}")
+        if note is not None and data_args.kind_name == "conversations":
+            report.append(note)
         # The plan of a dry run shows the same lines.
         if training_args.process_index == 0 and not training_args.dry_run:
             print("\n".join(report))

@@ -1,18 +1,19 @@
-"""Mark the text that the assistant generates in a chat template, and render conversations."""
+"""Marks of chat templates around the text of the assistant, and texts that a template leaves out."""
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
-from .control_tokens import BOS_TOKEN, CHAT_TEMPLATE, EOS_TOKEN, guard_control_tokens
+from .control_tokens import guard_control_tokens
 
 
 # transformers returns a mask of the assistant's tokens only for text between these marks.
-_MARKED = re.compile(r"{%-?\s*generation\s*-?%}.*{%-?\s*endgeneration\s*-?%}", flags=re.DOTALL)
+_MARK = re.compile(r"{%-?\s*(generation|endgeneration)\s*-?%}")
 
 
 # Places in the templates of MiniMind's own tokenizers that write the assistant's text, and the same places with marks.
@@ -41,45 +42,26 @@ _UNMARKED = {
 }  # fmt: skip
 
 
+def has_marks(template: str) -> bool:
+    """Return whether a template marks what the assistant generates."""
+    return _MARK.search(template) is not None
+
+
 def add_marks(template: str) -> str:
     """Mark what the assistant generates in a template of MiniMind's own tokenizers; return others unchanged."""
-    if not _MARKED.search(template):
-        for unmarked, marked in _UNMARKED.items():
-            template = template.replace(unmarked, marked)
-    return template
-
-
-def mark_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
-    """
-    Make sure that a tokenizer's chat template marks the text that the assistant generates.
-
-    The function adds the marks to the templates of MiniMind's own tokenizers. They render the same text as before.
-
-    Args:
-        tokenizer ([`PreTrainedTokenizerFast`]): changed in place.
-        chat_template (`str`, *optional*): path of a template file to use instead, or `minimind` for the template of
-            this package.
-
-    Raises:
-        `UserError`: if there is no template, or it has no marks and is not one of MiniMind's.
-    """
-    if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
-        missing = f"{BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer"
-        raise UserError(f"--chat_template minimind uses {missing}. Write a template with its own control tokens.")
-    template = CHAT_TEMPLATE if chat_template == "minimind" else add_marks(tokenizer.chat_template or "")
-    if chat_template not in (None, "minimind"):
-        try:
-            template = add_marks(Path(chat_template).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            message = f"--chat_template {chat_template} cannot be read: {error}. Pass a Jinja template, or minimind."
-            raise UserError(message) from error
-    if not _MARKED.search(template):
-        raise UserError(
-            "The tokenizer has no chat template, or it does not mark what the assistant generates with "
-            "{% generation %} and {% endgeneration %}. Pass a file with the marks by --chat_template, or pass "
-            "--chat_template minimind."
-        )
-    tokenizer.chat_template = template
+    if has_marks(template):
+        return template
+    marked = template
+    for old, new in _UNMARKED.items():
+        marked = marked.replace(old, new)
+    if marked == template:
+        return template
+    # Templates of Qwen and others have some of these places, and would get only one mark of a pair.
+    try:
+        render_jinja_template(conversations=[[{"role": "user", "content": ""}]], chat_template=marked)
+    except TemplateSyntaxError:
+        return template
+    return marked
 
 
 def check_is_whole(

@@ -127,6 +127,11 @@ def render_guarded(
     """
     # As transformers does, for templates that ask whether a message has a field.
     filled = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    for message in filled:
+        if "tool_calls" in message:
+            # Templates such as Llama 3.1's read the form of OpenAI only.
+            calls = message["tool_calls"]
+            message["tool_calls"] = [c if "function" in c else {"type": "function", "function": c} for c in calls]
     with template_errors(messages):
         chat_template = tokenizer.get_chat_template(chat_template, tools)
         # NOTE: `apply_chat_template` returns a mask of tokens instead of these ranges of characters.
@@ -263,6 +268,11 @@ def _encode_part(backend: Tokenizer, text: str, start: int, stop: int) -> list[t
     """Return id, start and end of each token of a part of a text that is encoded alone."""
     encoding = backend.encode(text[start:stop], add_special_tokens=False)
     return [(token, start + a, start + b) for token, (a, b) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+
+def control_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
+    """Return a pattern that matches each control token in a rendered text, but no guarded spelling."""
+    return _control_tokens(tokenizer).pattern
 
 
 class _ControlTokens(NamedTuple):

@@ -10,7 +10,7 @@ from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.data.draws import SYSTEM_MESSAGES
 from hf_pretrain.data.encoding import EMPTY_THOUGHT
 from hf_pretrain.data.reward_tasks import load_tasks
-from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
@@ -40,7 +40,7 @@ def tokenizer(request):
         found = train_tokenizer(["What is this? A text."] * 3, vocab_size=300)
     else:
         found = load_tokenizer(Path(__file__).parents[1] / "fixtures/tokenizers/v3")
-    mark_template(found)
+    set_template(found)
     return found
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
@@ -108,20 +109,23 @@ def test_templates_of_minimind_get_marks_and_render_the_same(name):
     assert trained == {"v1": "4</s>4</s>", "v3": "4<|im_end|><think>\nso\n</think>\n\n4<|im_end|>"}[name]
 
 
-def test_a_template_without_marks_is_refused(tokenizer, tmp_path):
+def test_a_template_without_a_stop_token_is_refused(tokenizer, tmp_path):
     plain = load_tokenizer(TOKENIZERS / "v3")
     plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="does not mark what the assistant generates.*--chat_template minimind"):
-        mark_template(plain)
-    mark_template(plain, "minimind")
+    with pytest.raises(ValueError, match="ends no answer with a special token.*--chat_template"):
+        set_template(plain)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template. Pass --chat_template minimind"):
+        set_template(plain)
+    set_template(plain, "minimind")
     assert plain.chat_template == tokenizer.chat_template
     with pytest.raises(ValueError, match="No such file"):
-        mark_template(plain, str(tmp_path / "none.jinja"))
+        set_template(plain, str(tmp_path / "none.jinja"))
 
 
 def test_a_template_that_drops_content_is_refused(tokenizer):
     plain = load_tokenizer(TOKENIZERS / "v1")
-    mark_template(plain)
+    set_template(plain)
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     for message, part in (
         (call, "add"),
@@ -131,7 +135,7 @@ def test_a_template_that_drops_content_is_refused(tokenizer):
         with pytest.raises(ValueError, match=f"leaves '{part}' out"):
             encode_conversation(plain, [USER, message, ANSWER])
     with pytest.raises(ValueError, match="no tokens of this tokenizer"):
-        mark_template(plain, "minimind")
+        set_template(plain, "minimind")
 
 
 @pytest.mark.parametrize("value", [0, False, 0.5])
@@ -140,14 +144,14 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
     weighted = read_conversation({"messages": [USER, {**first, "weight": value}, USER, ANSWER]})
     plain = read_conversation({"messages": [USER, first, USER, ANSWER]})
     for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
-        mark_template(tokens)
+        set_template(tokens)
         for train_on in ("assistant", "all"):
             encoder = ConversationEncoder(train_on)
             ids, weights, _ = encoder([weighted, plain], tokens, max_length=100).values()
             assert ids[0] == ids[1]
             _, is_generated = encode_conversation(tokens, [USER, first])
             expected = weights[1].copy()
-            expected[: len(is_generated)][is_generated] = float(value)
+            expected[: len(is_generated)][np.array(is_generated) > 0] = float(value)
             assert weights[0].tolist() == expected.tolist()
     # Other programs name the weight `loss`.
     assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == weighted
@@ -155,7 +159,7 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
     twice.chat_template = twice.chat_template.replace(
         "{%- generation -%}", "{%- generation -%}{{- 'Now' -}}{%- endgeneration -%}{{- ': ' -}}{%- generation -%}"
     )
-    with pytest.raises(ValueError, match="marks 4 texts of the assistant in a conversation with 2 messages"):
+    with pytest.raises(ValueError, match="does not mark one text for each of 2 messages of the assistant"):
         ConversationEncoder()([weighted], twice, max_length=100)
 
 

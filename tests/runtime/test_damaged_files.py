@@ -15,7 +15,7 @@ from hf_pretrain.reports.run_files import read_launches, read_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.stages.from_scratch import Budget
-from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import toy_model
 
@@ -57,7 +57,7 @@ READERS = {
     "config": read_config,
     "extends": lambda path: path.write_text("extends: plan.json") and read_config(path),
     "plan": lambda path: Budget(path.parent, 60),
-    "template": lambda path: mark_template(train_tokenizer(["one"], vocab_size=300), str(path)),
+    "template": lambda path: set_template(train_tokenizer(["one"], vocab_size=300), str(path)),
     "log": lambda path: path.rename(path.with_name("trainer_state.json")) and read_run(path.parent),
     "module": lambda path: compile(path.read_bytes(), path, "exec"),
     "directory": lambda path: (path / "run").mkdir(parents=True),

@@ -13,7 +13,7 @@ from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.reports.run_files import read_run
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
-from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
@@ -183,7 +183,7 @@ def test_pairs_are_truncated_and_dropped(tokenizer):
 def test_a_template_whose_prompt_depends_on_the_answer():
     """minimind-3's template writes an empty <think> block into the prompt of an answer without reasoning."""
     v3 = load_tokenizer(ROOT / "tests/fixtures/tokenizers/v3")
-    mark_template(v3)
+    set_template(v3)
     thought = {"role": "assistant", "content": "hello", "reasoning_content": "greet"}
     plain = {"role": "assistant", "content": "go away"}
     for chosen, rejected in ((thought, plain), (plain, thought)):

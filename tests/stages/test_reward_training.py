@@ -12,7 +12,7 @@ from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
-from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl
@@ -30,7 +30,7 @@ def tokenizer():
 
 
 def test_the_loss_is_that_of_the_formula_and_the_texts_are_those_of_grpo(tokenizer, tmp_path):
-    mark_template(tokenizer)
+    set_template(tokenizer)
     documents = Dataset.from_dict({"text": [read_preference(record) for record in RECORDS]})
     pairs, report = prepare_pairs(documents, tokenizer, max_length=64, are_whole=True)
     for record, pair in zip(RECORDS, pairs, strict=True):

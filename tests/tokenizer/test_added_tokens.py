@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.encoding import encode_conversation
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.chat_template import mark_template
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_documents, encode_rendered
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -46,7 +46,7 @@ def test_words_are_tokens_in_text_and_their_rows_begin_at_the_mean(toy):
     assert ids.count(320) == ids.count(321) == 1 and tokenizer.decode(ids[1:-1]) == text
     # Control tokens are still spelled letter by letter.
     assert tokenizer.eos_token_id not in ids[:-1] and tokenizer.convert_tokens_to_ids("<think>") not in ids
-    mark_template(tokenizer)
+    set_template(tokenizer)
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "watershed"}]
     chat, is_generated = encode_conversation(tokenizer, messages)
     assert chat.count(320) == 2 and is_generated[len(chat) - 1 - chat[::-1].index(320)]

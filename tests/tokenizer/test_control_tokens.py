@@ -165,7 +165,7 @@ def check_ids(tokenizer):
         # Where the tokens of a prompt are none of the whole conversation, a model that gets the prompt decides.
         if all(whole["input_ids"][: len(prompt)] == prompt for prompt in theirs):
             assert ours == theirs and ids == whole["input_ids"]
-            assert is_generated == list(map(bool, whole["assistant_masks"]))
+            assert list(map(bool, is_generated)) == list(map(bool, whole["assistant_masks"]))
         for prompt, (_, answered) in zip(ours, prompts, strict=True):
             trained = encode_conversation(tokenizer, answered)[0]
             assert ids[: len(prompt)] == trained[: len(prompt)] == prompt

@@ -1,0 +1,202 @@
+"""Answers in templates without marks, beside the marked templates of TRL."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+from jinja2 import TemplateError
+
+from hf_pretrain.data.conversations import read_conversation
+from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.answers import set_template
+from hf_pretrain.tokenizer.chat_template import add_marks
+from hf_pretrain.tokenizer.control_tokens import encode_prompt
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+NAMES = sorted(path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.jinja"))
+SPECIAL = re.compile(r"<\|[^|<>\s]+\|?>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|<\w+\|>|\[gMASK\]|<sop>|</s>")
+MARK = re.compile(r"({%-?)\s*(?:end)?generation\s*(-?%})")
+# The templates for images take lists of contents, which no conversation of this package has.
+OTHER_CONTENT = {"idefics3", "llava_next", "smolvlm"}
+# The prompt of inference does not begin the text of training: it begins a thought that the conversation never shows.
+UNTRAINED = {"deepseek_r1_distill", "deepseekv3"}
+# TRL also trains tokens of the generation prompt, which the model never generates, and in gptoss `<|end|>` where a
+# model writes `<|return|>`.
+LONGER = {"gptoss", "muse_glimmer", "qwen2_5", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"}
+LONGER |= {name for name in NAMES if name.startswith("nemotron")}
+# TRL also trains earlier answers whose thoughts the template drops. Those of others are in the text that TRL changed.
+DROPPED = {"diffusion_gemma", "glm4moe"}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CONVERSATIONS = [
+    [user("Why?"), assistant("Because it is.")],
+    [user("Why?"), assistant("Because it is."), user("And?"), assistant("So what.")],
+    [{"role": "system", "content": "Be brief."}, user("Why?"), assistant("Because it is.")],
+    [
+        user("Why?"),
+        assistant("It is.", reasoning_content="Hm."),
+        user("So?"),
+        assistant("So.", reasoning_content="Ah."),
+    ],
+    [user("2+2?"), assistant("", tool_calls=[CALL]), {"role": "tool", "name": "add", "content": "4"}, assistant("4.")],
+]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return train_tokenizer(["What is two and two? It is four, said the user."] * 4, vocab_size=400)
+
+
+def with_template(base, template):
+    tokenizer = copy.deepcopy(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(SPECIAL.findall(template)))})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def prompt_ends(tokenizer, messages, ids, marked):
+    """Return the number of tokens before each answer that the model would generate so; `None` for others."""
+    ends = []
+    for place in [place for place, message in enumerate(messages) if message["role"] == "assistant"]:
+        found = None
+        for variables in ({"enable_thinking": False}, {}):
+            prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, **variables).input_ids
+            through = tokenizer.apply_chat_template(messages[: place + 1]).input_ids
+            # Phi-3 writes eos behind the last message.
+            through = through[: -1 if through[-1] == tokenizer.eos_token_id else None]
+            if ids[: len(prompt)] == prompt and ids[: len(through)] == through:
+                found = len(prompt)
+        ends.append(found)
+    return ends
+
+
+def compare(tokenizer, messages, marked):
+    """
+    Return our mask, TRL's, and TRL's without what the model does not generate. Return `None` if the texts differ, or
+    the template refuses a role or drops a thought.
+    """
+    kind = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    try:
+        theirs = tokenizer.apply_chat_template(messages, chat_template=marked, **kind)
+        ids, numbers = encode_conversation(
+            tokenizer, json.loads(read_conversation({"messages": messages}))["messages"]
+        )
+    except (UserError, TemplateError):
+        return None
+    if ids != theirs["input_ids"]:
+        return None
+    mask, expected = np.array(numbers) > 0, np.array(theirs["assistant_masks"], bool)
+    whole = expected.copy()
+    starts = np.flatnonzero(np.diff(expected.astype(int), prepend=0) == 1)
+    for start, end in zip(starts, prompt_ends(tokenizer, messages, ids, marked), strict=True):
+        stop = start + np.argmin([*expected[start:], False])
+        expected[start : stop if end is None else max(end, start)] = False
+    return mask.tolist(), whole.tolist(), expected.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHER_CONTENT | UNTRAINED])
+@pytest.mark.parametrize("source", ["plain", "marked"])
+def test_answers_are_where_trl_marks_them(base, name, source):
+    marked = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
+    plain = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    if source == "marked":
+        # TRL's own text, without its marks.
+        plain = MARK.sub(r"\1 if true \2\1 endif \2", marked)
+    tokenizer = with_template(base, plain)
+    if (name, source) == ("qwen3_instruct_2507", "plain"):
+        # MiniMind's template has the same places, and gets marks that leave out the line break behind the stop token.
+        assert add_marks(plain) != plain
+        return
+    if (name, source) == ("glm4moe", "plain"):
+        # A last answer has no stop token there. TRL's template adds one.
+        with pytest.raises(UserError, match="ends no answer with a special token"):
+            set_template(tokenizer)
+        return
+    set_template(tokenizer)
+    # Gemma 4 ends a call with `<|tool_response>`. We train this stop token, and TRL does not.
+    messages = CONVERSATIONS[: 4 if name == "diffusion_gemma" else None]
+    results = [compare(tokenizer, conversation, marked) for conversation in messages]
+    found = [result for result in results if result is not None]
+    assert len(found) >= 2
+    assert any(found[0][0])
+    for ours, theirs, expected in found:
+        assert ours == expected
+        assert name in LONGER | DROPPED or ours == theirs
+    is_equal = [ours == theirs for ours, theirs, _ in found]
+    assert any(is_equal) != (name in LONGER)
+
+
+@pytest.mark.parametrize("name", sorted(UNTRAINED))
+def test_a_template_whose_prompts_begin_no_conversation_is_refused(base, name):
+    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="answers in the tokenizer's chat template cannot be found.*--chat_template"):
+        set_template(with_template(base, template))
+
+
+def test_a_template_of_qwen_is_whole_after_loading(base, tmp_path):
+    # Qwen 2.5 has one of two places of a MiniMind template. A single mark would make the template invalid.
+    template = (TEMPLATES / "qwen2_5.jinja").read_text(encoding="utf-8")
+    with_template(base, template).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).chat_template == template
+
+
+def test_qwen3_trains_the_last_answer_and_says_so(base):
+    tokenizer = with_template(base, (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
+    assert set_template(tokenizer).startswith("Only the last answer of each conversation is trained")
+    messages = [user("Why?"), assistant("It is.", reasoning_content="Hm."), user("And?"), assistant("So what.")]
+    ids, numbers = encode_conversation(tokenizer, messages)
+    assert set(numbers) == {0, 2}
+    assert tokenizer.decode(ids).count("It is.") == 1
+    trained = tokenizer.decode([token for token, number in zip(ids, numbers, strict=True) if number])
+    assert trained == "<think>\n\n</think>\n\nSo what.<|im_end|>\n"
+    # The weights of messages count, also those of answers that are not trained.
+    weighted = read_conversation({"messages": [*messages[:3], {**messages[3], "weight": 0.5}]})
+    (_,), (weights,), _ = ConversationEncoder()([weighted], tokenizer, max_length=100).values()
+    assert set(weights.tolist()) == {0, 0.5}
+    # The thought of a trained answer must not get lost.
+    tokenizer.chat_template = tokenizer.chat_template.replace("reasoning_content.strip", "''.strip")
+    with pytest.raises(UserError, match="leaves 'Hm.' out"):
+        encode_conversation(tokenizer, messages[:2])
+
+
+def test_a_typed_stop_token_ends_no_answer(base):
+    tokenizer = with_template(base, (TEMPLATES / "llama3.jinja").read_text(encoding="utf-8"))
+    set_template(tokenizer)
+    messages = [user("Why?"), assistant("a<|eot_id|>b"), user("<|eot_id|>"), assistant("c")]
+    ids, numbers = encode_conversation(tokenizer, messages)
+    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    assert ids.count(stop) == 4
+    trained = [[i for i, n in zip(ids, numbers, strict=True) if n == number] for number in (1, 2)]
+    assert [answer.count(stop) for answer in trained] == [1, 1]
+    assert [tokenizer.decode(answer) for answer in trained] == ["a<|eot_id|>b<|eot_id|>", "c<|eot_id|>"]
+    # Inference gives the model the same tokens before its answer.
+    prompt = encode_prompt(tokenizer, messages[:3])
+    assert ids[: len(prompt)] == prompt and numbers[len(prompt) - 1 : len(prompt) + 1] == [0, 2]
+
+
+def test_smollm2():
+    tokenizer = load_tokenizer("embedded:smollm2")
+    assert set_template(tokenizer) is None
+    (ids,), (weights,), _ = ConversationEncoder()(
+        [read_conversation({"messages": CONVERSATIONS[1]})], tokenizer, max_length=200
+    ).values()
+    trained = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight])
+    assert trained == "Because it is.<|im_end|>\nSo what.<|im_end|>\n"
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CONVERSATIONS[1], tokenize=False)
