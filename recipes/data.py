@@ -3,6 +3,7 @@ Inspect data before training, or clean them.
 
     hf-pretrain data inspect my/*.jsonl
     hf-pretrain data inspect jingyaogong/minimind_dataset:sft_mini_512.jsonl --tokenizer out/pretrain-tiny
+    hf-pretrain data inspect my/chats.jsonl --tokenizer embedded:smollm2 --page audit.html
     hf-pretrain data inspect roneneldan/TinyStories
     hf-pretrain data clean my/*.jsonl --output clean.jsonl
     hf-pretrain data clean my/*.jsonl --output clean.jsonl --held_out validation.jsonl --min_chars 100
@@ -12,7 +13,8 @@ Names are those of `--dataset_name`: embedded[:part], files, globs, directories,
 owner/name[:config][@revision] on the Hub. The command reads the split `train` of a Hub dataset, as training does.
 
 `inspect` prints the number of records and bad lines, the lengths in tokens, the share of duplicates,
-some records as the model sees them, and the size of the model that the data suffice for.
+some records as the model sees them, and the size of the model that the data suffice for. With `--tokenizer`, it also
+audits conversations: what is trained and cut, and where training and inference differ.
 
 `clean` drops bad lines, short and repetitive records, exact and near duplicates, and records that share 60 characters
 in a row with `--held_out` data or with the examples of `--held_out_tasks`. It writes the other records as JSONL.
@@ -32,7 +34,7 @@ from hf_pretrain.runtime.parser import RecipeParser
 def main(args: argparse.Namespace) -> None:
     reading = {"text_column": args.text_column, "encoding": args.encoding, "whole_files": args.whole_files}
     if args.action == "inspect":
-        how = {"max_length": args.max_length, "num_shown": args.show}
+        how = {"max_length": args.max_length, "num_shown": args.show, "page": args.page}
         print_result(inspect_data(args.names, tokenizer_name=args.tokenizer, **how, **reading))
         return
     questions: Iterable[str] = ()
@@ -57,6 +59,7 @@ def make_parser() -> RecipeParser:
     look = parser.add_argument_group("inspect")
     look.add_argument("--tokenizer", help="directory or Hub id; by default, the command trains one on the data")
     look.add_argument("--max_length", type=int, default=512, help="tokens per packed sequence")
+    look.add_argument("--page", help="HTML file for the audit of conversations, with the trained tokens in colour")
     look.add_argument("--show", type=int, default=20, help="number of records to print")
     rules = parser.add_argument_group("clean")
     rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")

@@ -17,6 +17,7 @@ from ..tokenizer.answers import set_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
+from .audit import Audit
 from .cleaning import text_digest
 from .encoding import encode_conversation
 from .records import Record, plain_text, read_records
@@ -62,36 +63,51 @@ def inspect_data(
     tokenizer_name: str | None = None,
     max_length: int = 512,
     num_shown: int = 20,
+    page: str | None = None,
     **reading: Any,
 ) -> str:
     """
     Return the findings about some data, and random records as the model sees them, as text for the terminal.
+
+    With a tokenizer, conversations are audited, too ([`~data.audit.Audit`]).
 
     Args:
         names (`list[str]`): the data, in the form of `--dataset_name`.
         tokenizer_name (`str`, *optional*): directory or Hub id; by default, a tokenizer is trained on the data.
         max_length (`int`): tokens per packed sequence.
         num_shown (`int`): number of records in the text.
+        page (`str`, *optional*): HTML file to write the audit to.
         reading: the other arguments of [`~data.records.read_records`].
 
     Raises:
-        `UserError`: if a name leads to no data, no record is good.
+        `UserError`: if a name leads to no data, no record is good, or there is nothing to write a page of.
     """
-    survey = survey_records(read_records(names, **reading))
+    records: Iterable[Record] = read_records(names, **reading)
+    audit = None
+    if tokenizer_name is not None:
+        tokenizer = load_tokenizer(tokenizer_name)
+        audit = Audit(tokenizer, max_length)
+        records = audit.watch(records)
+    survey = survey_records(records)
     if not survey.sample:
         reasons = "; ".join(survey.reasons) or "there are none"
         raise UserError(f"No record of {', '.join(names)} can be trained on: {reasons}. Correct the data.")
-    if tokenizer_name is None:
+    if audit is None:
         tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
-    else:
-        tokenizer = load_tokenizer(tokenizer_name)
-        if any(record.schema != "text" for record in survey.sample):
-            set_template(tokenizer)
+    elif any(record.schema != "text" for record in survey.sample):
+        set_template(tokenizer)
     announce("counting tokens")
-    lines = [f"{label:20} {text}" for label, text in describe(survey, tokenizer, max_length=max_length)]
-    records = random.Random(0).sample(survey.sample, min(num_shown, len(survey.sample)))
-    lines.append(f"\n{len(records)} records as the model sees them:")
-    for record in records:
+    found = describe(survey, tokenizer, max_length=max_length)
+    shown_records = random.Random(0).sample(survey.sample, min(num_shown, len(survey.sample)))
+    if audit is not None and audit.num_rows:
+        found += audit.describe()
+        if page is not None:
+            audit.write_page(page, shown_records)
+    elif page is not None:
+        raise UserError("--page shows conversations. Pass --tokenizer, and data with conversations.")
+    lines = [f"{label:20} {text}" for label, text in found]
+    lines.append(f"\n{len(shown_records)} records as the model sees them:")
+    for record in shown_records:
         shown = tokenizer.decode(render(record, tokenizer))
         lines += [f"\n--- {record.source}:{record.line}", shown[:400] + " …" * (len(shown) > 400)]
     return "\n".join(lines)

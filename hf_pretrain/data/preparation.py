@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..tokenizer.answers import set_template
+from .audit import find_worst
 from .collators import DataCollatorForPackedRows
 from .data_arguments import DataArguments, SourceArguments
 from .packing import PackingReport
@@ -107,12 +108,12 @@ def load_rows(
         rows_of = partial(_make_rows, data_args, training_args, tokenizer, prepare)
         train, counts = (None, None) if is_evaluation else rows_of(documents, seed=training_args.seed)
         evals = {name: rows_of(part) for name, part in eval_documents.items()}
+        worst = _find_worst(data_args, documents, tokenizer) if training_args.process_index == 0 else []
     report = [f"Validation{name and ' '}{name}: {found or 'nothing'}" for name, (_, found) in evals.items()]
     if not is_evaluation:
         _check_rows(train, documents, eval_documents, data_args)
         report.insert(0, f"Training: {counts or 'streamed'}")
-        if note is not None and data_args.kind_name == "conversations":
-            report.append(note)
+        report += worst if note is None else [note, *worst]
         # The plan of a dry run shows the same lines.
         if training_args.process_index == 0 and not training_args.dry_run:
             print("\n".join(report))
@@ -137,6 +138,13 @@ def _make_rows(
     if isinstance(data_args, DataArguments):
         return data_args.pack(documents, tokenizer, **draws)
     return prepare(documents, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
+
+
+def _find_worst(data_args: SourceArguments, documents: Any, tokenizer: Any) -> list[str]:
+    if isinstance(data_args, DataArguments) and isinstance(documents, Dataset):
+        if data_args.kind_name == "conversations":
+            return find_worst(documents, tokenizer, max_length=data_args.max_length)
+    return []
 
 
 def _check_rows(train: Any, documents: Any, eval_documents: dict[str, Dataset], data_args: SourceArguments) -> None:

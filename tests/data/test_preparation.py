@@ -45,3 +45,16 @@ def test_only_training_data_must_leave_rows(tmp_path, kind):
     assert len(data.train) == 1 and data.eval is None and data.conversations is None
     with pytest.raises(ValueError, match=f"None of 1 {kind} has an answer to train on within --max_length"):
         load("long", "short")
+
+
+def test_the_report_has_the_worst_faults_of_conversations(tmp_path):
+    long = {"prompt": "two?", "completion": "four " * 40}
+    path = write_jsonl(
+        tmp_path / "chats.jsonl", [{"prompt": f"two {n}?", "completion": "four"} for n in range(3)] + [long]
+    )
+    args = LMTrainingArguments(str(tmp_path / "out"), use_cpu=True, bf16=False)
+    tokenizer = train_tokenizer(["two four user assistant"], vocab_size=420)
+    data = load_rows(ChatArguments(dataset_name=[path], max_length=32, validation_fraction=0.0), args, tokenizer)
+    assert data.report[2:] == [
+        "25.0% of 4 conversations have an answer that --max_length cuts (first: conversation:4)"
+    ]

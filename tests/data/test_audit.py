@@ -1,0 +1,98 @@
+"""The audit of conversations, against counts by hand."""
+
+import copy
+import re
+from html import unescape
+
+import pytest
+from datasets import Dataset
+
+from hf_pretrain.data.audit import find_worst
+from hf_pretrain.data.conversations import read_conversation
+from hf_pretrain.data.inspection import inspect_data
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.control_tokens import encode_prompt
+from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.toys import write_jsonl
+
+
+def turn(question, answer, **more):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["What is two and two? It is four, said the user to the assistant."] * 4, vocab_size=420)
+
+
+def inspect(tmp_path, tokenizer, records, **how):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = write_jsonl(tmp_path / "chats.jsonl", records)
+    return path, inspect_data([str(path)], tokenizer_name=str(tmp_path / "tokenizer"), num_shown=1, **how)
+
+
+def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
+    records = [
+        {"messages": turn("two?", "It is four.") + turn("and?", "two")},
+        {"messages": turn("What is " * 40, "four")},
+        {"messages": turn("two?", "It is " * 40), "topic": "sums"},
+    ]
+    path, text = inspect(tmp_path, tokenizer, records, max_length=60)
+    num_answers = {number: 0 for number in (1, 2)}
+    total = 0
+    for record in records:
+        for number in range(1, len(record["messages"]) // 2 + 1):
+            prompt = encode_prompt(tokenizer, record["messages"][: 2 * number - 1])
+            ids = tokenizer.apply_chat_template(record["messages"][: 2 * number]).input_ids
+            # The template writes a line break behind the stop token.
+            num_answers[number] += len(ids) - len(prompt) - 1
+        total += len(ids)
+    assert f"Conversations        3, {total} tokens" in text
+    for number, count in num_answers.items():
+        assert f"Tokens, trained      {count / total:.1%}: answer {number}" in text
+    assert f"33.3% of 3 conversations train nothing: no answer begins within --max_length (first: {path}:2)" in text
+    assert f"33.3% of 3 conversations have an answer that --max_length cuts (first: {path}:3)" in text
+    assert "Fields not read      topic (1)" in text
+    longest = re.findall(r"Most tokens +([\d.]+): .*:(\d)", text)
+    assert [int(line) for _, line in longest] == [2, 3, 1] or [int(line) for _, line in longest] == [3, 2, 1]
+    assert [float(value) for value, _ in longest] == sorted((float(value) for value, _ in longest), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (("<|im_end|>", ""), "end an answer without a special token"),
+        (("<|im_end|>", "<|im_end|>"), None),
+        (
+            ("'<|im_start|>assistant\n' }}{%- endif", "'<|im_start|>bot\n' }}{%- endif"),
+            "have another prompt in inference",
+        ),
+        (("{%- for", "{{- bos_token }}{%- for"), "begin with two bos tokens"),
+    ],
+)
+def test_faults_of_a_template(tokenizer, change, finding):
+    changed = copy.deepcopy(tokenizer)
+    head = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    head += "{%- if m.role == 'assistant' %}{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}"
+    head += "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
+    template = head + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+    changed.chat_template = template.replace(*change)
+    documents = Dataset.from_dict({"text": [read_conversation({"messages": turn("two?", "four")})]})
+    lines = find_worst(documents, changed, max_length=100)
+    assert (lines == []) if finding is None else finding in lines[0]
+
+
+def test_the_page_colours_what_is_trained_and_cut(tmp_path, tokenizer):
+    records = [{"messages": turn("<b>two?</b>", "It is four. " * 10)}]
+    page = tmp_path / "audit.html"
+    inspect(tmp_path, tokenizer, records, max_length=40, page=str(page))
+    text = page.read_text(encoding="utf-8")
+    assert "<b>" not in text
+    first = re.search("<pre>(.*?)</pre>", text, re.DOTALL)[1]
+    spans = re.findall('<span class="(.*?)">(.*?)</span>', first, re.DOTALL)
+    ids = tokenizer.apply_chat_template(records[0]["messages"]).input_ids
+    assert [state for state, _ in spans] == ["", "trained", "cut"]
+    assert unescape("".join(part for _, part in spans)) == tokenizer.decode(ids)
+    assert unescape(spans[0][1] + spans[1][1]) == tokenizer.decode(ids[:40])
+    with pytest.raises(UserError, match="--page shows conversations. Pass --tokenizer"):
+        inspect_data(["embedded:idiom"], page=str(page))
