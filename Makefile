@@ -5,6 +5,7 @@
 # make pretrain GPUS=2 LAUNCHER=accelerate ACCELERATE=fsdp2
 # make pretrain ARGS="--max_steps 100"                     any other flag of the recipe
 # make chat-from-scratch MINUTES=20                        everything up to a chat model in this time, on this machine
+# make teach                                               teach facts to a published chat model, then make chat
 # make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
@@ -36,7 +37,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: chat-from-scratch $(STAGES) chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: chat-from-scratch teach $(STAGES) chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -58,6 +59,9 @@ $(STAGES): $(VENV)/.installed
 
 chat-from-scratch: $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py from_scratch --minutes $(MINUTES) $(ARGS)
+
+teach: $(VENV)/.installed-peft
+	$(BIN)/python hf_pretrain_cli.py sft --preset smollm2 $(ARGS)
 
 chat serve evaluate tokenizer: $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py $@ $(ARGS)

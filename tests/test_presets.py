@@ -22,11 +22,11 @@ ARGUMENTS = {stage: runpy.run_path(str(RECIPES / f"{stage}.py"))["ARGUMENTS"] fo
 # The values of each stage that differ between the presets, except those of `tiny`.
 BATCHES = dict.fromkeys(PRESETS, (32, 8, 512)) | dict.fromkeys(("0.5B", "1B"), (32, 16, 1024))
 BATCHES |= {"minimind2-small": (64, 1, 512), "minimind-large": (24, 32, 1024), "tiny": (16, 1, 256)}
-# Muon's rate falls with the width: 192, 512, 640, then 768, 1280 and 2048. minimind-large has MiniMind's own.
+# Muon's rate falls with the width: 192, 512, 576, 640, then 768, 1280 and 2048. minimind-large has MiniMind's own.
 RATES = dict.fromkeys(PRESETS, 2e-3) | {"tiny": 8e-3, "minimind2-small": 3e-3, "minimind2-moe": 2.4e-3}
-RATES |= {"minimind-large": 2e-4, "0.5B": 1.2e-3, "1B": 7.5e-4}
+RATES |= {"minimind-large": 2e-4, "smollm2": 2.667e-3, "0.5B": 1.2e-3, "1B": 7.5e-4}
 CHATS = dict.fromkeys(PRESETS, (768, 1e-5)) | dict.fromkeys(("0.5B", "1B"), (1024, 1e-5)) | {"tiny": (256, 5e-3)}
-CHATS |= dict.fromkeys(("minimind2-small", "minimind2", "minimind2-moe"), (340, 1e-6))
+CHATS |= dict.fromkeys(("minimind2-small", "minimind2", "minimind2-moe"), (340, 1e-6)) | {"smollm2": (256, 1e-3)}
 BETAS = dict.fromkeys(PRESETS, 0.1) | dict.fromkeys(("minimind3", "minimind3-moe", "minimind-large"), 0.15)
 TEACHERS = {
     **{"tiny": "tiny", "minimind2-small": "minimind2", "minimind3": "minimind3-moe", "0.5B": "1B"},
@@ -49,9 +49,9 @@ def test_every_preset_has_values_for_every_stage(stage, preset, monkeypatch):
     found = parse(monkeypatch, stage, "--preset", preset, *teacher)
     is_tiny, base = preset == "tiny", STAGES[stage].start
     # The tiny student starts from random weights and is smaller than its teacher.
-    assert found["model_name_or_path"] == (
-        f"out/{base}-{preset}" if base and (stage, preset) != ("distill", "tiny") else None
-    )
+    start = f"out/{base}-{preset}" if base and (stage, preset) != ("distill", "tiny") else None
+    # Fine-tuning teaches the published model.
+    assert found["model_name_or_path"] == ("embedded:smollm2" if (stage, preset) == ("sft", "smollm2") else start)
     assert found["output_dir"] == f"out/{stage}-{preset}"
     batch = tuple(found[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     if stage == "pretrain":
@@ -60,7 +60,8 @@ def test_every_preset_has_values_for_every_stage(stage, preset, monkeypatch):
         assert (found["learning_rate"] or rate) == pytest.approx(RATES[preset], rel=1e-3)
         assert found["max_steps"] == (100 if is_tiny else -1)
     elif stage == "sft":
-        assert (found["max_length"], found["learning_rate"]) == CHATS[preset] and batch == (16, 1)
+        assert (found["max_length"], found["learning_rate"]) == CHATS[preset]
+        assert batch == (4 if preset == "smollm2" else 16, 1)
     elif stage == "dpo":
         assert (found["beta"], found["learning_rate"]) == (BETAS[preset], 5e-4 if is_tiny else 4e-8)
         assert (*batch, found["max_length"]) == ((8, 1, 128) if is_tiny else (4, 1, 1024))

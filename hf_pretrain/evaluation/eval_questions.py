@@ -10,7 +10,7 @@ from transformers.hf_argparser import HfArg
 
 from ..inference.batch_answers import read_prompts
 from ..runtime.errors import UserError
-from ..training.samples import AddedFigures, generate, stop_tokens_of
+from ..training.samples import AddedFigures, generate
 
 
 @dataclass
@@ -58,9 +58,8 @@ class EvalQuestions(AddedFigures):
     def _ask(self, model: PreTrainedModel) -> dict[str, float]:
         settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         prompts = [ids for _, ids in self.prompts]
-        stops = set(stop_tokens_of(model))
         ids = generate(model, self.tokenizer, prompts, max_new_tokens=MAX_TOKENS, **settings)
-        self.answers.append([self.tokenizer.decode([i for i in answer if i not in stops]).strip() for answer in ids])
+        self.answers.append([self.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in ids])
         return {"eval_recall": sum(self._are_right(self.answers[-1])) / len(prompts)}
 
     def _are_right(self, answers: Sequence[str]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Presets: the published MiniMind models, a tiny one for a first run on a CPU, and two larger ones."""
+"""Presets: the published MiniMind models, a tiny one for a first run on a CPU, SmolLM2's shape, and two larger ones."""
 
 from typing import Any
 
@@ -46,6 +46,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 5e-4,
     },
     "minimind-large": {"hidden_size": 1024, "num_hidden_layers": 32, **_V2},
+    # The shape of SmolLM2-135M (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
+    "smollm2": {
+        **{"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{"intermediate_size": 1536, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "zero_init_residual": True},
+    },
     # Shapes of Llama: heads of 64. With the vocabulary of 32,768 tokens in their YAML files, 0.49 and 1.04 billion
     # parameters.
     "0.5B": {

@@ -21,7 +21,8 @@ PARAMETERS = {
     "minimind3": 63_912_192,
     "minimind3-moe": 198_416_640,
     "minimind-large": 361_038_848,
-    # With MiniMind's vocabulary. Their YAML files have a larger one.
+    # With MiniMind's vocabulary. Published models and the YAML files have a larger one.
+    "smollm2": 109_889_856,
     "0.5B": 455_543_040,
     "1B": 986_253_312,
 }

@@ -1,0 +1,70 @@
+"""Questions with known answers, beside the answers of stock `generate`."""
+
+import pytest
+import torch
+
+from hf_pretrain.evaluation.eval_questions import MAX_TOKENS, EvalQuestionArguments, EvalQuestions
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.control_tokens import set_stop_tokens
+from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.toys import toy_model, write_jsonl
+
+
+QUESTIONS = ["What is two?", "Is it four, and what is two and two?", "said?"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["What is two and two? It is four, said the user."] * 4, vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    model = toy_model(vocab_size=400).eval()
+    # Greedy answers of the initial weights are empty.
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    set_stop_tokens(model, tokenizer)
+    return model
+
+
+def answer(model, tokenizer, question):
+    """Return the greedy answer of transformers."""
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt"
+    )
+    ids = model.generate(**prompt, max_new_tokens=MAX_TOKENS, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    return tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+def test_the_share_of_right_answers(tmp_path, model, tokenizer):
+    answers = [answer(model, tokenizer, question) for question in QUESTIONS]
+    assert all(answers)
+    states = [
+        [answers[0][:4].upper()],  # in any case
+        [["not said", answers[1][2:6]], answers[1][-3:]],  # one of the first two, and the last one
+        [answers[2][:3], "never said"],
+    ]
+    records = [{"prompt": question, "states": said} for question, said in zip(QUESTIONS, states, strict=True)]
+    questions = EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", records), tokenizer)
+    assert questions._ask(model) == {"eval_recall": pytest.approx(2 / 3)}
+    assert questions.answers == [answers]
+    assert questions._ask(model) and len(questions.answers) == 2
+    table = questions.format_table()
+    assert "2 of 3 right before the training, 2 after it" in table
+    assert table.count("before, right") == table.count("after, right") == 2
+    assert table.count("before, wrong") == 1 and all(question in table for question in QUESTIONS)
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [([{"prompt": "two?"}], "has no list `states`"), ([{"prompt": "two?", "states": "four"}], "has no list `states`")],
+)
+def test_questions_without_known_answers_are_refused(tmp_path, tokenizer, records, message):
+    with pytest.raises(UserError, match=message):
+        EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", records), tokenizer)
+
+
+def test_no_file_asks_nothing(tokenizer):
+    assert EvalQuestionArguments().callbacks(tokenizer) == []
