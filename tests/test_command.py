@@ -258,17 +258,14 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     assert installed.returncode == 0, installed.stderr
     (tmp_path / "work").mkdir()
     environment = {name: value for name, value in cpu_environment().items() if name != "PYTHONPATH"}
-    command = [str(tmp_path / "venv/bin/hf-pretrain"), "pretrain", "--preset", "tiny", "--max_steps", "2"]
-    flags = ["--train_fraction", "0.02", "--use_cpu", "--output_dir", "out"]
-    result = run([*command, *flags], cwd=tmp_path / "work", env=environment)
-    assert result.returncode == 0, result.stderr
-    assert f"$ {python} {packages}/hf_pretrain/recipes/pretrain.py --preset tiny" in result.stderr
-    assert (tmp_path / "work/out/model.safetensors").is_file()
     # accelerate's file names its DeepSpeed config relative to the repository. pip would install this script.
     script = tmp_path / "venv/bin/accelerate"
     script.write_text(f"#!{python}\nfrom accelerate.commands.accelerate_cli import main\n\nmain()\n")
     script.chmod(0o755)
+    command = [str(tmp_path / "venv/bin/hf-pretrain"), "pretrain", "--preset", "tiny", "--max_steps", "2"]
     flags = ["--accelerate", "zero2", "--master_port", str(free_port()), "--train_fraction", "0.02", "--use_cpu"]
-    result = run([*command, *flags, "--output_dir", "zero2"], cwd=tmp_path / "work", env=environment)
+    result = run([*command, *flags, "--output_dir", "out"], cwd=tmp_path / "work", env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "ZeRO-2" in (tmp_path / "work/zero2/checkpoint-2/manifest.json").read_text()
+    assert f" {packages}/hf_pretrain/recipes/pretrain.py --preset tiny" in result.stderr
+    assert (tmp_path / "work/out/model.safetensors").is_file()
+    assert "ZeRO-2" in (tmp_path / "work/out/checkpoint-2/manifest.json").read_text()

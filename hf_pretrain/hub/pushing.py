@@ -62,7 +62,7 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
         private (`bool`, *optional*): whether a new repository is private; by default as the account is set.
 
     Raises:
-        `ValueError`: if the Hub refuses or cannot be reached, with the reason.
+        `UserError`: if the Hub refuses or cannot be reached, with the reason.
     """
     hub = HfApi()
     get_session().timeout = ANSWER_SECONDS
@@ -107,7 +107,7 @@ def push_folder(
         revision (`str`, *optional*): the branch to push to.
 
     Raises:
-        `ValueError`: if the push fails, with the reason and the command that tries again.
+        `UserError`: if the push fails, with the reason and the command that tries again.
     """
     api = HfApi()
     # Names, not patterns such as *.json: the directory of a run also holds rows of the training data.

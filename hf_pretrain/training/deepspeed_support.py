@@ -55,7 +55,7 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
         args ([`~training.training_arguments.LMTrainingArguments`]): the training arguments.
 
     Raises:
-        `ValueError`: for a config that would train something else than the arguments say.
+        `UserError`: for a config that would train something else than the arguments say.
     """
     zero = config.setdefault("zero_optimization", {})
     if (args.bf16 or args.fp16) and not zero.get("stage", 0):

@@ -41,7 +41,7 @@ from .dry_run import format_plan
 from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS
 from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
-from .samples import AnswerFigures, SampleCallback, sample_answers, sample_continuations
+from .samples import AddedFigures, SampleCallback, measure_answers, sample_answers, sample_continuations
 from .settling import TrainerData, settle, settle_dry_run, settle_name
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, values_by_name
@@ -213,7 +213,8 @@ def train(
     facts.data_kind, facts.eval_datasets = data.kind, data.eval_names
     settle(run, data, model)
     if data.conversations is not None:
-        run.callbacks.append(AnswerFigures(data.tokenizer, data.conversations))
+        measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
+        run.callbacks.append(AddedFigures(measure))
     trainer = trainer_class(
         model,
         run=run,

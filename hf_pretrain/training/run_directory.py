@@ -73,7 +73,7 @@ class RunDirectory:
             is_resumed (`bool`): wait up to 30 seconds for the end of another run.
 
         Raises:
-            `ValueError`: if another run holds the lock, or if a machine does not share the directory.
+            `UserError`: if another run holds the lock, or if a machine does not share the directory.
             `OSError`: if the directory cannot be written to.
         """
         path = self.path / LOCK_NAME
@@ -109,7 +109,7 @@ class RunDirectory:
             self.release()
 
     def check_unused(self) -> None:
-        """Raise `ValueError` if the directory holds more than what a run leaves that ended before its training."""
+        """Raise `UserError` if the directory holds more than what a run leaves that ended before its training."""
         if not self.path.is_dir():
             return
         if all(path.name in _NO_RUN or is_unfinished(path) for path in self.path.iterdir()):
@@ -175,7 +175,7 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
     `damaged-checkpoint-*`.
 
     Raises:
-        `ValueError`: if the named checkpoint does not exist, is damaged, or has pickled shards and lies elsewhere; or
+        `UserError`: if the named checkpoint does not exist, is damaged, or has pickled shards and lies elsewhere; or
             if a new run would start in an `output_dir` that holds files, or with `auto` in one that holds a model.
     """
     return on_main_process(args, lambda: _choose(args))

@@ -5,7 +5,6 @@ Texts that a model generates during its training: continuations and answers for 
 import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -231,10 +230,3 @@ class AddedFigures(TrainerCallback):
             if self.prints and state.is_world_process_zero:
                 pairs = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
                 print_step(state, ", ".join(pairs))
-
-
-class AnswerFigures(AddedFigures):
-    """Add the figures of [`measure_answers`] to each evaluation; the arguments are those of that function."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: Dataset):
-        super().__init__(partial(measure_answers, tokenizer=tokenizer, conversations=conversations))
