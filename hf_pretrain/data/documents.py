@@ -22,6 +22,7 @@ from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
 from .caching import cache_key, count_processes
+from .columns import parse_columns, rename_table
 from .conversations import first_question
 from .corpora import EMBEDDED_CORPORA
 from .formats import BadRecord, drop_padding
@@ -89,7 +90,8 @@ def load_documents(
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
             reason.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
-        files: `encoding` and `whole_files`, as in [`~data.formats.read_file`].
+        files: `encoding` and `whole_files`, as in [`~data.formats.read_file`], and `columns`, as in
+            [`~data.columns.parse_columns`].
 
     Returns:
         `tuple`: training set and validation set, each with the single column `text`.
@@ -177,6 +179,7 @@ def _load_records(
         lines = _load_lines(name, states, how | files, streaming)
     else:
         lines = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
+        lines = rename_table(lines, parse_columns(files.get("columns")), name)
     # Some streams learn their columns only from the first record.
     columns = lines.column_names or list(next(iter(lines), ()))
     if not columns:

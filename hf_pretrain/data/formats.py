@@ -66,7 +66,7 @@ def read_text(record: Any, *, text_column: str) -> str:
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
     if text_column not in record:
-        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); pass --text_column")
+        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); pass --text_column or --columns")
     text = record[text_column]
     if not isinstance(text, str):
         raise BadRecord(f"column {text_column!r} holds {json_type(text)}, not text; quote it or drop the line")

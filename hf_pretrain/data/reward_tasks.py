@@ -150,7 +150,7 @@ def read_task(record: Any) -> dict[str, Any]:
         prompt, tools = _as_columns(*read_turn(record["prompt"], "prompt", "user"))
         return {**record, "prompt": prompt} | ({} if tools is None else {"tools": tools})
     if "conversations" not in record:
-        raise BadRecord("neither `prompt` nor `conversations`; write one of them")
+        raise BadRecord("neither `prompt` nor `conversations`; write one of them, or name it: --columns prompt=...")
     messages, found = read_messages(record["conversations"], "conversations")
     if len(messages) < 2:
         raise BadRecord("`conversations` holds no prompt with an answer; write a list of messages")
@@ -179,11 +179,11 @@ def _as_columns(messages: list[dict[str, Any]], tools: list | None) -> tuple[lis
 
 
 def _read_tasks(
-    name: str, encoding: str, rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
+    name: str, reading: dict[str, Any], rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of files or of a Hub dataset, finished, each with the text whose hash decides the split."""
     for source in find_sources(name) or [name]:
-        for line, content in read_source(source, text_column=None, encoding=encoding):
+        for line, content in read_source(source, text_column=None, **reading):
             rejected.num_lines += 1
             try:
                 task = read_task(parse_json(content))
@@ -197,6 +197,7 @@ def load_tasks(
     dataset_names: list[str],
     *,
     encoding: str = "utf-8",
+    columns: list[str] | None = None,
     validation_fraction: float = 0.01,
     seed: int = 42,
     add_system_ratio: float = 0.0,
@@ -214,6 +215,7 @@ def load_tasks(
         dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory, or a Hub id, with
             records in a format of [`read_task`].
         encoding (`str`, defaults to `"utf-8"`): encoding of the files.
+        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
         validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
         seed (`int`, defaults to 42): seed of the embedded tasks and of the random system messages.
         add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
@@ -242,7 +244,7 @@ def load_tasks(
         if DatasetName.parse(name).is_embedded:
             loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
         else:
-            loaded += _read_tasks(name, encoding, rejected, finish)
+            loaded += _read_tasks(name, {"encoding": encoding, "columns": columns}, rejected, finish)
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
