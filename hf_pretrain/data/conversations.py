@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+from .exports import read_chatgpt
 from .formats import BadRecord, json_type, write_json
 from .messages import (
     as_text,
@@ -38,6 +39,7 @@ _NAMED_KINDS: tuple[tuple[str, ...], ...] = (
     ("conversations",),  # of MiniMind and ShareGPT
     ("prompt", "completion"),
     ("instruction", "output"),  # of Alpaca
+    ("mapping", "current_node"),  # of ChatGPT
 )
 CONVERSATION_KEYS = (*_NAMED_KINDS, *product(QUESTIONS, ANSWERS))
 # Variables of chat templates that a record must not replace.
@@ -84,7 +86,8 @@ def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
     for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
         for keys in CONVERSATION_KEYS:
             if names >= {*keys}:
-                return _check_pair(record, keys) if keys not in _NAMED_KINDS[:3] else keys
+                is_pair = keys[0] in QUESTIONS and keys != ("prompt", "completion")
+                return _check_pair(record, keys) if is_pair else keys
     wanted = " or ".join(" with ".join(keys) for keys in _NAMED_KINDS)
     wanted += "; name its columns, e.g. --columns prompt=question completion=answer"
     text = "; pass --dataset_kind text for text" if "text" in record else ""
@@ -107,6 +110,11 @@ def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict
     if "completion" in keys:
         messages, tools = read_turn(record["prompt"], "prompt", "user")
         return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
+    if "mapping" in keys:
+        try:
+            return read_messages(read_chatgpt(record), "mapping")
+        except (KeyError, TypeError, AttributeError):
+            raise BadRecord("'mapping' is no tree of ChatGPT's messages; export it again") from None
     if len(keys) == 2:
         answer = {"role": "assistant", "content": as_text(record[keys[1]], keys[1])}
         return read_messages([*_read_question(record, keys[0]), answer], keys[1])

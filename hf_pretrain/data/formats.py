@@ -22,11 +22,14 @@ import pyarrow.parquet as pq
 from datasets import Json
 
 from ..runtime.errors import UserError
+from .exports import split_telegram
+from .office_files import read_document, read_sheet
 
 
-EXTENSIONS = (".jsonl", ".json", ".txt", ".md", ".parquet", ".csv")
+DOCUMENT_EXTENSIONS = (".docx", ".pdf")
 # Files without records.
-TEXT_EXTENSIONS = (".txt", ".md")
+TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENT_EXTENSIONS)
+EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -66,7 +69,8 @@ def read_text(record: Any, *, text_column: str) -> str:
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
     if text_column not in record:
-        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); pass --text_column or --columns")
+        advice = "pass --text_column or --columns"
+        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); {advice}")
     text = record[text_column]
     if not isinstance(text, str):
         raise BadRecord(f"column {text_column!r} holds {json_type(text)}, not text; quote it or drop the line")
@@ -182,10 +186,13 @@ def read_file(
         records: Iterator[tuple[int, str | BadRecord]]
         if extension == ".parquet":
             records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
-        elif extension == ".csv":
-            records = _read_csv(path, encoding)
+        elif extension == ".xlsx":
+            records = _read_table(path, read_sheet(path))
+        elif extension in (".csv", ".tsv"):
+            records = _read_table(path, _read_csv(path, encoding, extension))
         elif extension in TEXT_EXTENSIONS:
-            texts = _read_paragraphs(path, encoding, whole_files)
+            is_document = extension in DOCUMENT_EXTENSIONS
+            texts = _read_document(path, extension) if is_document else _read_paragraphs(path, encoding, whole_files)
             records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
             records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
@@ -264,9 +271,26 @@ def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterat
         second = next(lines, None)
         # Programs that print JSON for people begin so.
         if second and (first.strip() == "[" or (first.strip() == "{" and second[1].lstrip().startswith('"'))):
-            shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
-            raise UserError(f"{path} holds JSON over several lines. Write {shapes}.")
+            records = _read_export(path, "\n".join([first, second[1], *(line for _, line in lines)]))
+            yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
+            return
         yield from chain([(start, first)] if first else [], [second] if second else [], lines)
+
+
+def _read_export(path: Path, content: str) -> list[dict[str, Any]]:
+    """Return the conversations of Telegram's export; raise `UserError` for other JSON over several lines."""
+    try:
+        records = split_telegram(parse_json(content))
+    except BadRecord:
+        records = None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} lacks a part of Telegram's export ({error!r}). Export it again.") from error
+    if records is None:
+        shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
+        raise UserError(f"{path} holds JSON over several lines. Write {shapes}.")
+    if not records:
+        raise UserError(f"{path} has no personal chat in which both people write. Groups and channels are not read.")
+    return records
 
 
 def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[tuple[int, str]]:
@@ -281,21 +305,39 @@ def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[t
                 yield numbers[0], "".join(lines).removesuffix("\n")
 
 
-def _read_csv(path: Path, encoding: str) -> Iterator[tuple[int, str | BadRecord]]:
-    """Yield the rows of a CSV file as the JSON of objects of strings. The first row names the keys."""
+def _read_document(path: Path, extension: str) -> Iterator[tuple[int, str]]:
+    """Yield the whole text of a .docx or .pdf file."""
+    yield 1, read_document(path, extension)
+
+
+def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file, each with the number of its first line."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     with _open(path, encoding, "") as file:
-        rows = csv.DictReader(file, strict=True)
-        names = rows.fieldnames or []
-        if len(set(names)) < len(names):
-            raise UserError(f"{path}: the first row does not name each column once. Correct it.")
-        number = rows.line_num + 1
+        header = file.readline()
+        # Excel writes semicolons where the comma is the decimal point. Only the names show it: texts hold all marks.
+        found = [mark for mark in ",;\t" if mark in re.sub('"[^"]*"', "", header)]
+        if extension == ".csv" and len(found) > 1:
+            marks = " and ".join(map(repr, found))
+            raise UserError(f"{path}: the first row holds {marks}, and one of them separates. Quote the names.")
+        separator = "\t" if extension == ".tsv" else "".join(found) or ","
+        rows = csv.reader(chain([header], file), delimiter=separator, strict=True)
+        number = 1
         for row in rows:
-            # `DictReader` puts superfluous fields under the key `None`, and fills missing ones with `None`.
-            is_whole = None not in row and None not in row.values()
-            fault = BadRecord(f"a row without {len(names)} fields like the first row; quote its fields")
-            yield number, write_json(row) if is_whole else fault
+            # Blank lines are no rows.
+            if row:
+                yield number, row
             number = rows.line_num + 1
+
+
+def _read_table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, str | BadRecord]]:
+    """Yield the rows of a table as the JSON of objects of strings. The first row names the keys."""
+    _, names = next(rows, (0, []))
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: the first row does not name each column once. Correct it.")
+    fault = BadRecord(f"a row without {len(names)} fields like the first row; quote its fields")
+    for number, row in rows:
+        yield number, write_json(dict(zip(names, row, strict=True))) if len(row) == len(names) else fault
 
 
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,17 @@ from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
 from .columns import parse_columns, rename_fields, rename_table
 from .corpora import EMBEDDED_CORPORA, load_embedded
-from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, read_file
+from .formats import (
+    COMPRESSIONS,
+    DOCUMENT_EXTENSIONS,
+    EXTENSIONS,
+    TEXT_EXTENSIONS,
+    BadRecord,
+    as_json,
+    drop_padding,
+    file_format,
+    read_file,
+)
 from .hub_datasets import download_hub_file, load_hub_dataset, parse_hub_file
 
 
@@ -78,8 +88,9 @@ def _list_files(path: Path) -> list[Path]:
     for file in sorted(place for place in (*found, *below) if place.is_file()):
         present.setdefault(file.resolve(), file)
     files = [file for file in present.values() if file_format(file) is not None]
-    # Beside data, a README.md describes them.
-    files = [file for file in files if file_format(file) != ".md"] or files
+    # Beside data, a README.md describes them; beside records, so does a paper.
+    beside = {".md", *(DOCUMENT_EXTENSIONS if any(file_format(file) not in TEXT_EXTENSIONS for file in files) else ())}
+    files = [file for file in files if file_format(file) not in beside] or files
     if others := {*present.values()} - {*files}:
         logger.warning(f"{path}: {len(files)} data files. {len(others)} others are left out, such as {min(others)}.")
     if not files:
