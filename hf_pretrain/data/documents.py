@@ -57,6 +57,7 @@ def load_documents(
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     is_evaluation: bool = False,
+    columns: list[str] | None = None,
     **files: Any,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
@@ -90,8 +91,8 @@ def load_documents(
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
             reason.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
-        files: `encoding` and `whole_files`, as in [`~data.formats.read_file`], and `columns`, as in
-            [`~data.columns.parse_columns`].
+        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
+        files: `encoding` and `whole_files`, as in [`~data.formats.read_file`].
 
     Returns:
         `tuple`: training set and validation set, each with the single column `text`.
@@ -108,6 +109,8 @@ def load_documents(
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
     how = {"schema": schema, "text_column": text_column if schema == "text" else None}
+    # NOTE: `datasets` splits lists among the arguments of a generator between processes, so they must not be a list.
+    files["columns"] = parse_columns(columns)
     records = [_load_records(name, how, files, streaming, num_proc) for name in dataset_names]
     parts = [_keep_documents(part, rejected) for part in records]
     # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
@@ -179,7 +182,7 @@ def _load_records(
         lines = _load_lines(name, states, how | files, streaming)
     else:
         lines = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
-        lines = rename_table(lines, parse_columns(files.get("columns")), name)
+        lines = rename_table(lines, files["columns"], name)
     # Some streams learn their columns only from the first record.
     columns = lines.column_names or list(next(iter(lines), ()))
     if not columns:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .columns import parse_columns
 from .conversations import CONVERSATION_KEYS, SCHEMAS
 from .formats import BadRecord, file_format, parse_json, read_text
 from .sources import EMBEDDED_SOURCES, find_sources, read_source
@@ -33,18 +34,22 @@ class Record:
     schema: str = "text"
 
 
-def read_records(names: Iterable[str], *, text_column: str = "text", **how: Any) -> Iterator[Record]:
+def read_records(
+    names: Iterable[str], *, text_column: str = "text", columns: list[str] | None = None, **how: Any
+) -> Iterator[Record]:
     """
     Yield all records of files, embedded parts and Hub datasets. Bad lines have a reason.
 
     Args:
         names (`Iterable[str]`): names in the form of `--dataset_name`.
         text_column (`str`): key of the text, for the schema `text`.
+        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
         how: as in [`~data.formats.read_file`].
 
     Raises:
         `UserError`: if a name leads to no data.
     """
+    how["columns"] = parse_columns(columns)
     for source in [source for name in names for source in find_sources(name) or [name]]:
         # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
         column = None if file_format(Path(source)) == ".parquet" else text_column

@@ -27,6 +27,7 @@ from datasets import Dataset
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
+from .columns import parse_columns
 from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
@@ -244,7 +245,7 @@ def load_tasks(
         if DatasetName.parse(name).is_embedded:
             loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
         else:
-            loaded += _read_tasks(name, {"encoding": encoding, "columns": columns}, rejected, finish)
+            loaded += _read_tasks(name, {"encoding": encoding, "columns": parse_columns(columns)}, rejected, finish)
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
-from .columns import parse_columns, rename_fields, rename_table
+from .columns import rename_fields, rename_table
 from .corpora import EMBEDDED_CORPORA, load_embedded
 from .formats import (
     COMPRESSIONS,
@@ -123,7 +123,7 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
 
 
 def read_source(
-    source: str, *, schema: str = "text", text_column: str | None, columns: list[str] | None = None, **how: Any
+    source: str, *, schema: str = "text", text_column: str | None, columns: dict[str, str], **how: Any
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file, an embedded part or a Hub dataset as JSON text, each with its number.
@@ -132,7 +132,7 @@ def read_source(
         source (`str`): one of the sources that [`find_sources`] returns, or the name of a Hub dataset.
         schema (`str`, defaults to `"text"`): kind of the records of an embedded part, as in
             [`~data.corpora.load_embedded`].
-        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`]; embedded parts have our names.
+        columns (`dict[str, str]`): the user's name of each column, by ours. Embedded parts have our names.
         text_column (`str`, *optional*), how: as in [`~data.formats.read_file`].
     """
     if source in EMBEDDED_SOURCES:
@@ -140,10 +140,9 @@ def read_source(
         yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
     # All files that are read have a known ending, and a name with such an ending is always a file.
     elif file_format(Path(source)) is None:
-        rows = rename_table(load_hub_dataset(source), parse_columns(columns), source)
+        rows = rename_table(load_hub_dataset(source), columns, source)
         yield from ((number, as_json(drop_padding(row, rows.features))) for number, row in enumerate(rows, start=1))
     else:
-        names = parse_columns(columns)
         # A parquet file is read without the columns of no use.
-        found = read_file(Path(source), text_column=names.get(str(text_column), text_column), **how)
-        yield from rename_fields(found, names, source) if names else found
+        found = read_file(Path(source), text_column=columns.get(str(text_column), text_column), **how)
+        yield from rename_fields(found, columns, source) if columns else found

@@ -109,7 +109,7 @@ def test_sources_without_data_are_named(tmp_path, streaming):
     for name, words in {
         f"{here}empty.jsonl": r"empty.jsonl is empty",
         f"{here}bad.jsonl": r"(?s)bad.jsonl holds no document.*1 x column 'text' holds an integer.*bad.jsonl:1",
-        f"{here}table.ods": r"table.xlsx has an unknown ending; known are .jsonl",
+        f"{here}table.ods": r"table.ods has an unknown ending; known are .jsonl",
         f"{here}other.parquet": r"other.parquet has no column 'text' but content. Pass --text_column",
         f"{here}missing.jsonl": r"There is no file or directory .*missing.jsonl",
         f"{here}*.nothing": r"No file of .*nothing ends in .jsonl",
