@@ -23,7 +23,7 @@ from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 def main(args: argparse.Namespace) -> None:
     check_empty(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
-    names = ("text_column", "encoding", "columns", "streaming", "validation_fraction", "max_rejected_ratio")
+    names = ("text_column", "encoding", "streaming", "validation_fraction", "max_rejected_ratio")
     train, validation = load_documents(args.dataset_name, **{name: vars(args)[name] for name in names})
     tokenizer = load_or_train_tokenizer(train, vocab_size=args.vocab_size)
     with written_whole(output_dir, lock=LOCK_NAME) as scratch:
@@ -47,7 +47,6 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--dataset_name", nargs="+", default=["embedded"], help=sources)
     parser.add_argument("--text_column", default="text", help="key or column that holds the text")
     parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
-    parser.add_argument("--columns", nargs="+", help="names of columns, OUR=THEIRS, e.g. text=content")
     parser.add_argument("--vocab_size", type=int, default=6400, help="entries in total, special tokens included")
     parser.add_argument("--output_dir", default="out/tokenizer", help="directory of the tokenizer")
     parser.add_argument("--streaming", action="store_true", help="train on the first documents of a stream")

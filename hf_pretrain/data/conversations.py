@@ -12,7 +12,6 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from .exports import read_chatgpt
 from .formats import BadRecord, json_type, write_json
 from .messages import (
     as_text,
@@ -31,15 +30,12 @@ from .messages import (
 # Names that data sets give to a question and its answer.
 QUESTIONS = ("prompt", "instruction", "question", "query", "input")
 ANSWERS = ("completion", "output", "answer", "response")
-# Fields that a question may need, and that only the user can place.
-_BESIDE = {"context", "passage", "choices", "options"}
 # The fields of each kind of conversation. A record is of the first kind whose fields it has.
 _NAMED_KINDS: tuple[tuple[str, ...], ...] = (
     ("messages",),
     ("conversations",),  # of MiniMind and ShareGPT
     ("prompt", "completion"),
     ("instruction", "output"),  # of Alpaca
-    ("mapping", "current_node"),  # of ChatGPT
 )
 CONVERSATION_KEYS = (*_NAMED_KINDS, *product(QUESTIONS, ANSWERS))
 # Variables of chat templates that a record must not replace.
@@ -86,8 +82,7 @@ def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
     for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
         for keys in CONVERSATION_KEYS:
             if names >= {*keys}:
-                is_pair = keys[0] in QUESTIONS and keys != ("prompt", "completion")
-                return _check_pair(record, keys) if is_pair else keys
+                return keys if keys in _NAMED_KINDS[:3] else _check_pair(record, keys)
     wanted = " or ".join(" with ".join(keys) for keys in _NAMED_KINDS)
     wanted += "; name its columns, e.g. --columns prompt=question completion=answer"
     text = "; pass --dataset_kind text for text" if "text" in record else ""
@@ -96,8 +91,8 @@ def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
 
 def _check_pair(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:
     """Return the fields of a question and its answer; raise `BadRecord` if other fields could be meant, too."""
-    rivals = _BESIDE | ({*QUESTIONS, *ANSWERS} if keys not in _NAMED_KINDS else set())
-    # An instruction may have an input.
+    # Fields that a question may need, and that only the user can place. An instruction may have an input.
+    rivals = {"context", "passage", "choices", "options", *(() if keys in _NAMED_KINDS else (*QUESTIONS, *ANSWERS))}
     rivals -= {*keys, "input"} if "instruction" in keys else {*keys}
     if others := [name for name in record if name in rivals and not is_blank(record[name])]:
         advice = "name all that count, e.g. --columns instruction=question input=context output=answer"
@@ -107,14 +102,9 @@ def _check_pair(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...
 
 def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict], list | None]:
     """Return the messages of a record of the kind with these fields, and the tools that one of them holds."""
-    if "completion" in keys:
+    if keys == ("prompt", "completion"):
         messages, tools = read_turn(record["prompt"], "prompt", "user")
         return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
-    if "mapping" in keys:
-        try:
-            return read_messages(read_chatgpt(record), "mapping")
-        except (KeyError, TypeError, AttributeError):
-            raise BadRecord("'mapping' is no tree of ChatGPT's messages; export it again") from None
     if len(keys) == 2:
         answer = {"role": "assistant", "content": as_text(record[keys[1]], keys[1])}
         return read_messages([*_read_question(record, keys[0]), answer], keys[1])

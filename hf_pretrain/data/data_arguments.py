@@ -36,9 +36,7 @@ class ReadingArguments:
     )
     max_rejected_ratio: float = HfArg(default=0.01, help="Largest share of bad lines; rejected.jsonl lists them.")
     encoding: str = HfArg(default="utf-8", help="Encoding of the files, e.g. gb18030.")
-    columns: list[str] | None = HfArg(
-        default=None, help="Names of columns, OUR=THEIRS, e.g. prompt=question completion=answer."
-    )
+    columns: list[str] | None = HfArg(default=None, help="Names of columns, OUR=THEIRS, e.g. prompt=question.")
 
 
 @dataclass

@@ -22,7 +22,7 @@ from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
 from .caching import cache_key, count_processes
-from .columns import parse_columns, rename_table
+from .columns import parse_columns
 from .conversations import first_question
 from .corpora import EMBEDDED_CORPORA
 from .formats import BadRecord, drop_padding
@@ -108,9 +108,9 @@ def load_documents(
         raise UserError(f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each name.")
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
-    how = {"schema": schema, "text_column": text_column if schema == "text" else None}
-    # NOTE: `datasets` splits lists among the arguments of a generator between processes, so they must not be a list.
-    files["columns"] = parse_columns(columns)
+    renamed = parse_columns(columns)
+    text_column = renamed.pop("text", text_column)
+    how = {"schema": schema, "text_column": text_column if schema == "text" else None, "columns": renamed}
     records = [_load_records(name, how, files, streaming, num_proc) for name in dataset_names]
     parts = [_keep_documents(part, rejected) for part in records]
     # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
@@ -182,7 +182,6 @@ def _load_records(
         lines = _load_lines(name, states, how | files, streaming)
     else:
         lines = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
-        lines = rename_table(lines, files["columns"], name)
     # Some streams learn their columns only from the first record.
     columns = lines.column_names or list(next(iter(lines), ()))
     if not columns:

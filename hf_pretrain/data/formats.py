@@ -22,15 +22,16 @@ import pyarrow.parquet as pq
 from datasets import Json
 
 from ..runtime.errors import UserError
-from .exports import split_telegram
-from .office_files import read_document, read_sheet
+from .exports import read_export
+from .office_files import read_document, read_sheets
 
 
-DOCUMENT_EXTENSIONS = (".docx", ".pdf")
+DOCUMENTS = (".docx", ".pdf")
 # Files without records.
-TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENT_EXTENSIONS)
+TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENTS)
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
+KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -69,8 +70,8 @@ def read_text(record: Any, *, text_column: str) -> str:
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
     if text_column not in record:
-        advice = "pass --text_column or --columns"
-        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); {advice}")
+        names = ", ".join(map(str, record))
+        raise BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column or --columns")
     text = record[text_column]
     if not isinstance(text, str):
         raise BadRecord(f"column {text_column!r} holds {json_type(text)}, not text; quote it or drop the line")
@@ -187,12 +188,13 @@ def read_file(
         if extension == ".parquet":
             records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
         elif extension == ".xlsx":
-            records = _read_table(path, read_sheet(path))
+            records = chain.from_iterable(_read_table(path, iter(rows)) for rows in read_sheets(path))
         elif extension in (".csv", ".tsv"):
             records = _read_table(path, _read_csv(path, encoding, extension))
         elif extension in TEXT_EXTENSIONS:
-            is_document = extension in DOCUMENT_EXTENSIONS
-            texts = _read_document(path, extension) if is_document else _read_paragraphs(path, encoding, whole_files)
+            texts = _read_paragraphs(path, encoding, whole_files)
+            if extension in DOCUMENTS:
+                texts = iter([(1, read_document(path, extension))])
             records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
             records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
@@ -266,31 +268,21 @@ def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterat
         if may_be_array and first.lstrip().startswith("["):
             text = first + file.read()
             records = parse_json(_wrong_encoding(encoding) if SURROGATE.search(text) else text)
+            records = read_export(records) or records
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
         second = next(lines, None)
         # Programs that print JSON for people begin so.
         if second and (first.strip() == "[" or (first.strip() == "{" and second[1].lstrip().startswith('"'))):
-            records = _read_export(path, "\n".join([first, second[1], *(line for _, line in lines)]))
-            yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
+            rest = "\n".join(line for _, line in lines)
+            exported = read_export(f"{first}\n{second[1]}\n{rest}") if may_be_array else None
+            if not exported:
+                shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
+                chats = "Of Telegram's exports, only personal chats in which both write are read."
+                raise UserError(f"{path} holds JSON over several lines. Write {shapes}. {chats}")
+            yield from ((number, as_json(record)) for number, record in enumerate(exported, start=1))
             return
         yield from chain([(start, first)] if first else [], [second] if second else [], lines)
-
-
-def _read_export(path: Path, content: str) -> list[dict[str, Any]]:
-    """Return the conversations of Telegram's export; raise `UserError` for other JSON over several lines."""
-    try:
-        records = split_telegram(parse_json(content))
-    except BadRecord:
-        records = None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} lacks a part of Telegram's export ({error!r}). Export it again.") from error
-    if records is None:
-        shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
-        raise UserError(f"{path} holds JSON over several lines. Write {shapes}.")
-    if not records:
-        raise UserError(f"{path} has no personal chat in which both people write. Groups and channels are not read.")
-    return records
 
 
 def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[tuple[int, str]]:
@@ -305,11 +297,6 @@ def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[t
                 yield numbers[0], "".join(lines).removesuffix("\n")
 
 
-def _read_document(path: Path, extension: str) -> Iterator[tuple[int, str]]:
-    """Yield the whole text of a .docx or .pdf file."""
-    yield 1, read_document(path, extension)
-
-
 def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file, each with the number of its first line."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
@@ -317,10 +304,9 @@ def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, 
         header = file.readline()
         # Excel writes semicolons where the comma is the decimal point. Only the names show it: texts hold all marks.
         found = [mark for mark in ",;\t" if mark in re.sub('"[^"]*"', "", header)]
-        if extension == ".csv" and len(found) > 1:
-            marks = " and ".join(map(repr, found))
-            raise UserError(f"{path}: the first row holds {marks}, and one of them separates. Quote the names.")
         separator = "\t" if extension == ".tsv" else "".join(found) or ","
+        if len(separator) > 1:
+            raise UserError(f"{path}: the first row holds several separators, {separator!r}. Quote its names.")
         rows = csv.reader(chain([header], file), delimiter=separator, strict=True)
         number = 1
         for row in rows:

@@ -27,7 +27,7 @@ from datasets import Dataset
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
-from .columns import parse_columns
+from .columns import parse_columns, rename_columns
 from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
@@ -180,14 +180,15 @@ def _as_columns(messages: list[dict[str, Any]], tools: list | None) -> tuple[lis
 
 
 def _read_tasks(
-    name: str, reading: dict[str, Any], rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
+    name: str, encoding: str, rejected: RejectedLines, finish: Callable[[Any], dict[str, Any]], columns: dict[str, str]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of files or of a Hub dataset, finished, each with the text whose hash decides the split."""
     for source in find_sources(name) or [name]:
-        for line, content in read_source(source, text_column=None, **reading):
+        for line, content in read_source(source, text_column=None, encoding=encoding):
             rejected.num_lines += 1
             try:
-                task = read_task(parse_json(content))
+                record = parse_json(content)
+                task = read_task(rename_columns(record, columns) if columns else record)
                 # The split must not depend on the system message that `finish` adds.
                 yield finish(task), [json.dumps(task["prompt"])]
             except BadRecord as error:
@@ -245,7 +246,7 @@ def load_tasks(
         if DatasetName.parse(name).is_embedded:
             loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
         else:
-            loaded += _read_tasks(name, {"encoding": encoding, "columns": parse_columns(columns)}, rejected, finish)
+            loaded += _read_tasks(name, encoding, rejected, finish, parse_columns(columns))
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()

@@ -43,28 +43,41 @@ def test_columns_of_every_source_are_renamed(source, request):
     assert [row["text"] for row in texts] == [row["Antwort"] for row in ROWS]
     tasks, _ = load_tasks([source], columns=["prompt=Frage", "solution=Antwort"], validation_fraction=0)
     assert tasks["solution"][:] == [row["Antwort"] for row in ROWS]
-    with pytest.raises(ValueError, match="has no column 'Frag' but Frage, Antwort, messages. Correct the name"):
-        list(load_documents([source], schema="conversation", **how | {"columns": ["prompt=Frag"]})[0])
+    how |= {"columns": ["prompt=Frag"], "max_rejected_ratio": 1.0}
+    with pytest.raises(
+        ValueError, match=r"9 x no column 'Frag' \(there is: Frage, Antwort, messages\); correct --col"
+    ):
+        load_documents([source], schema="conversation", **how)
 
 
-def test_a_field_that_only_some_records_have(tmp_path):
+def test_records_without_a_column_and_with_ours(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"q": "1?", "prompt": "no", "a": "1"}\nno JSON\n{"q": "2?", "a": "2", "rules": "Be brief."}\n')
+    lines = ['{"q": "q", "prompt": "no", "input": "no", "a": "a", "rules": null}', "no JSON", "[1]"]
+    path.write_text("\n".join([*lines, '{"q": "q", "a": "a"}', '{"q": "q", "a": "a", "rules": "s"}\n']))
     records = list(read_records([str(path)], columns=["prompt=q", "completion=a", "system=rules"]))
-    roles = [
-        [message["role"] for message in json.loads(record.text or "{}").get("messages", [])] for record in records
+    texts = [json.loads(record.text)["messages"] for record in records if not record.reason]
+    assert texts == [[Q, A], [SYSTEM, Q, A]] and records[0].content["system"] is None
+    reasons = [record.reason[:30] for record in records if record.reason]
+    assert reasons == [
+        "broken JSON: Expecting value; ",
+        "not an object but an array; wr",
+        "no column 'rules' (there is: q",
     ]
-    assert roles == [["user", "assistant"], [], ["system", "user", "assistant"]]
-    assert "1?" in records[0].text and "broken JSON" in records[1].reason
+
+
+def test_embedded_records_keep_their_names():
+    columns = ["prompt=Frage", "text=Antwort"]
+    train, _ = load_documents(["embedded:chatterbot"], schema="conversation", columns=columns)
+    assert len(train) > 100
 
 
 @pytest.mark.parametrize(
     "pair, words",
     [
-        ("prompt", "--columns prompt is no pair. Write OUR=THEIRS"),
-        ("promt=q", "--columns promt is unknown; the nearest one is prompt. All: text, messages"),
-        ("system=a", "--columns system=a repeats a name of another pair"),
-        ("prompt=b", "--columns prompt=b repeats a name of another pair"),
+        ("prompt", "--columns prompt is no pair of its own. Write OUR=THEIRS"),
+        ("promt=q", "--columns promt is unknown; the nearest one is prompt. All: messages, conv"),
+        ("prompt=b", "--columns prompt=b is no pair of its own"),
+        ("=b", "--columns  is unknown"),
     ],
 )
 def test_wrong_pairs_are_named(pair, words):

@@ -160,7 +160,7 @@ def test_names_with_separators(tmp_path):
         path.write_text(f"{header}\n" + ("1" if len(names) == 1 else "1,2" if header[-5] == "," else "1;2"))
         assert [*read(path)[0][1]] == names
     path.write_text("id;text, raw\n1;a\n")
-    with pytest.raises(ValueError, match="a.csv: the first row holds ',' and ';', and one of them separates. Quote"):
+    with pytest.raises(ValueError, match="a.csv: the first row holds several separators, ',;'. Quote its names"):
         read(path)
     path = path.rename(tmp_path / "a.tsv")
     path.write_text("id\ttext, raw\n1\ta\n")

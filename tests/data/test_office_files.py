@@ -8,7 +8,6 @@ import zipfile
 
 import pytest
 
-from hf_pretrain.data import office_files
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import parse_json, read_file
 from hf_pretrain.data.records import read_records
@@ -90,33 +89,27 @@ def test_documents_without_text_and_damaged_ones(tmp_path):
             list(read_file(tmp_path / name, text_column="text"))
 
 
-def test_a_sheet_is_a_table(tmp_path, monkeypatch):
-    warnings: list[str] = []
-    monkeypatch.setattr(office_files.logger, "warning", warnings.append)
+def test_a_sheet_is_a_table(tmp_path):
     day = datetime.datetime(2024, 1, 2)
-    rows = [
-        ["question", "answer", "day", None],
-        ["2+2?", 4, day],
-        [None, None, None],
-        ["half?", 0.5],
-        ["", "  ", None, "stray"],
-        ["really?", True],
-    ]
+    rows = [["question", "answer", "day"], ["2+2?", 4, day], [None] * 3, ["half?", 0.5], ["NA", True, None]]
     path = tmp_path / "a.xlsx"
-    write_xlsx(path, rows, notes=[["not read"]])
-    found = {number: value for number, value in read_file(path, text_column=None)}
-    fault = found.pop(5)
-    assert "a row without 3 fields like the first row" in fault.reason
-    assert {number: [*parse_json(content).values()] for number, content in found.items()} == {
-        2: ["2+2?", "4", str(day)],
-        4: ["half?", "0.5", ""],
-        6: ["really?", "True", ""],
-    }
-    assert f"{path}: only the first of 2 sheets is read, 'Sheet'." in warnings
-    how = {"schema": "conversation", "validation_fraction": 0, "max_rejected_ratio": 0.5}
-    assert len(load_documents([str(path)], **how)[0]) == 3
-    documents, _ = load_documents([str(path)], columns=["text=question"], **how | {"schema": "text"})
-    assert documents["text"][:] == ["2+2?", "half?", "really?"]
+    write_xlsx(path, rows, empty=[], more=[["question", "answer"], ["=1+1", "of a formula"], ["more?", "1"]])
+    found = [(number, parse_json(content)) for number, content in read_file(path, text_column=None)]
+    assert found == [
+        (2, {"question": "2+2?", "answer": "4", "day": str(day)}),
+        (4, {"question": "half?", "answer": "0.5", "day": ""}),
+        (5, {"question": "NA", "answer": "True", "day": ""}),
+        # Its value is not in the file.
+        (2, {"question": "", "answer": "of a formula"}),
+        (3, {"question": "more?", "answer": "1"}),
+    ]
+    how = {"validation_fraction": 0, "max_rejected_ratio": 0.5}
+    assert len(load_documents([str(path)], schema="conversation", **how)[0]) == 5
+    documents, _ = load_documents([str(path)], columns=["text=question"], **how)
+    assert documents["text"][:] == ["2+2?", "half?", "NA", "more?"]
+    write_xlsx(path, [["question", "answer"], ["a", "b", "stray", "stray"]])
+    with pytest.raises(ValueError, match="a.xlsx: the first row does not name each column once"):
+        list(read_file(path, text_column=None))
 
 
 def test_a_sheet_with_a_wrong_size(tmp_path):
