@@ -23,7 +23,7 @@ from datasets import Json
 
 from ..runtime.errors import UserError
 from .exports import read_export
-from .office_files import read_document, read_sheets
+from .office_files import read_office_file
 
 
 DOCUMENTS = (".docx", ".pdf")
@@ -187,14 +187,13 @@ def read_file(
         records: Iterator[tuple[int, str | BadRecord]]
         if extension == ".parquet":
             records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
-        elif extension == ".xlsx":
-            records = chain.from_iterable(_read_table(path, iter(rows)) for rows in read_sheets(path))
+        elif extension in (".xlsx", *DOCUMENTS):
+            tables = read_office_file(path, extension, text_column)
+            records = chain.from_iterable(_read_table(path, iter(rows)) for rows in tables)
         elif extension in (".csv", ".tsv"):
             records = _read_table(path, _read_csv(path, encoding, extension))
         elif extension in TEXT_EXTENSIONS:
             texts = _read_paragraphs(path, encoding, whole_files)
-            if extension in DOCUMENTS:
-                texts = iter([(1, read_document(path, extension))])
             records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
             records = _read_json_lines(path, encoding, may_be_array=extension == ".json")

@@ -109,6 +109,7 @@ def test_names_of_other_programs(record):
     [
         ({"conversations": [{"from": "human", "value": "q"}]}, [Q]),
         ({"conversations": [*BEFORE, Q], "system": "s"}, [SYSTEM, *BEFORE, Q]),
+        ({"messages": [*BEFORE[:1], {**BEFORE[1], "weight": 0}, Q]}, [*BEFORE, Q]),
         ({"question": "q", "system": "s"}, [SYSTEM, Q]),
         ({"query": "q", "history": [["x", "y"]]}, [*BEFORE, Q]),
         ({"instruction": "q", "input": ""}, [Q]),
