@@ -251,12 +251,12 @@ def load_tasks(
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
-    columns = dict.fromkeys(column for row, _ in loaded for column in row)
+    names = dict.fromkeys(name for row, _ in loaded for name in row)
     # The training set and the validation set.
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for row, origins in loaded:
         is_validation = all(hashes_are_between(origins, [None] * len(origins), 0.0, validation_fraction))
-        sides[is_validation].append({column: row.get(column) for column in columns})
+        sides[is_validation].append({name: row.get(name) for name in names})
     if not sides[0]:
         raise UserError(f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks. Lower it.")
     try:

@@ -39,7 +39,9 @@ def test_columns_of_every_source_are_renamed(source, request):
     documents, _ = load_documents([source], schema="conversation", **how)
     assert [json.loads(row["text"]) for row in documents] == EXPECTED
     assert [json.loads(record.text) for record in read_records([source], columns=COLUMNS)] == EXPECTED
-    texts, _ = load_documents([source], **how | {"columns": ["text=Antwort"]})
+    answers = ["text=Antwort"]
+    assert [record.text for record in read_records([source], columns=answers)] == [row["Antwort"] for row in ROWS]
+    texts, _ = load_documents([source], **how | {"columns": answers})
     assert [row["text"] for row in texts] == [row["Antwort"] for row in ROWS]
     tasks, _ = load_tasks([source], columns=["prompt=Frage", "solution=Antwort"], validation_fraction=0)
     assert tasks["solution"][:] == [row["Antwort"] for row in ROWS]
@@ -102,6 +104,8 @@ def test_names_of_other_programs(record):
     assert json.loads(SCHEMAS["conversation"](record)) == {"messages": [Q, A]}
     with_more = {**record, "history": [["x", "y"]], "system": "s"}
     assert json.loads(SCHEMAS["conversation"](with_more)) == {"messages": [SYSTEM, *BEFORE, Q, A]}
+    both = json.loads(SCHEMAS["conversation"]({"instruction": "i", "input": "q", "response": "a"}))
+    assert both == {"messages": [{"role": "user", "content": "i\nq"}, A]}
 
 
 @pytest.mark.parametrize(
