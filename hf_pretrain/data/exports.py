@@ -74,8 +74,8 @@ def _split_chat(chat: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     for message in chat["messages"]:
         parts = message.get("text") or ""
         text = "".join(part if isinstance(part, str) else part["text"] for part in parts).strip()
-        # Calls and pinned messages are of type `service`.
-        if message["type"] == "message" and text and "forwarded_from" not in message:
+        # Calls and media have no text, and a forwarded text is someone else's.
+        if text and "forwarded_from" not in message:
             seconds = int(message["date_unixtime"])
             number, last = number + (seconds - last > PAUSE_SECONDS), seconds
             role = "user" if message["from_id"] == f"user{chat['id']}" else "assistant"
