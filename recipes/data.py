@@ -32,7 +32,7 @@ from hf_pretrain.runtime.parser import RecipeParser
 
 
 def main(args: argparse.Namespace) -> None:
-    reading = {"text_column": args.text_column, "encoding": args.encoding, "whole_files": args.whole_files}
+    reading = {name: vars(args)[name] for name in ("text_column", "encoding", "whole_files", "columns")}
     if args.action == "inspect":
         how = {"max_length": args.max_length, "num_shown": args.show, "page": args.page}
         print_result(inspect_data(args.names, tokenizer_name=args.tokenizer, **how, **reading))
@@ -55,6 +55,7 @@ def make_parser() -> RecipeParser:
     parser.add_argument("names", nargs="+", help="embedded[:part], files, globs, directories, or names on the Hub")
     parser.add_argument("--text_column", default="text", help="column that holds the text")
     parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
+    parser.add_argument("--columns", nargs="+", help="names of columns, OUR=THEIRS, e.g. prompt=question")
     parser.add_argument("--whole_files", action="store_true", help="a .txt or .md file is one document")
     look = parser.add_argument_group("inspect")
     look.add_argument("--tokenizer", help="directory or Hub id; by default, the command trains one on the data")

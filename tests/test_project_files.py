@@ -99,8 +99,9 @@ def distributions(lines: list[str]) -> set[str]:
 def undeclared(modules: set[str], declared: set[str]) -> set[str]:
     """Return the modules that no declared distribution provides."""
     providers = packages_distributions()
-    # A distribution that is not installed here must have the name of the module.
-    return {name for name in modules if declared.isdisjoint(map(canonicalize_name, providers.get(name, [name])))}
+    # A distribution that is not installed here must have the name of the module, or be pdfminer.six.
+    names = {name: providers.get(name, [name, f"{name}.six"]) for name in modules}
+    return {name for name in modules if declared.isdisjoint(map(canonicalize_name, names[name]))}
 
 
 def test_pyproject_names_everything_that_is_imported():

@@ -9,6 +9,7 @@ the assistant. Instead of `messages`, a preference has `prompt`, `chosen` and `r
 
 import json
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from .formats import BadRecord, json_type, write_json
@@ -26,13 +27,17 @@ from .messages import (
 )
 
 
+# Names that data sets give to a question and its answer.
+QUESTIONS = ("prompt", "instruction", "question", "query", "input")
+ANSWERS = ("completion", "output", "answer", "response")
 # The fields of each kind of conversation. A record is of the first kind whose fields it has.
-CONVERSATION_KEYS: tuple[tuple[str, ...], ...] = (
+_NAMED_KINDS: tuple[tuple[str, ...], ...] = (
     ("messages",),
     ("conversations",),  # of MiniMind and ShareGPT
     ("prompt", "completion"),
     ("instruction", "output"),  # of Alpaca
 )
+CONVERSATION_KEYS = (*_NAMED_KINDS, *product(QUESTIONS, ANSWERS))
 # Variables of chat templates that a record must not replace.
 _RESERVED_KWARGS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt", "self", "range"}
 
@@ -43,7 +48,8 @@ def read_conversation(record: Any) -> str:
 
     Records with `messages`, and with `prompt` and `completion` (texts or lists of messages), are in TRL's formats.
     `conversations` holds MiniMind's messages, the first of which may hold the tools, or ShareGPT's with `from` and
-    `value`. Alpaca's records may lack `input` and `history`. A field `system` becomes the first message of any kind.
+    `value`. Alpaca's records may lack `input` and `history`. The other kinds have one of `QUESTIONS` and one of
+    `ANSWERS`, and optionally `history`. A field `system` becomes the first message of any kind.
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`. Fields that are null count as absent, because a table
@@ -76,35 +82,45 @@ def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
     for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
         for keys in CONVERSATION_KEYS:
             if names >= {*keys}:
-                return keys
-    wanted = " or ".join(" with ".join(keys) for keys in CONVERSATION_KEYS)
+                return keys if keys in _NAMED_KINDS[:3] else _check_pair(record, keys)
+    wanted = " or ".join(" with ".join(keys) for keys in _NAMED_KINDS)
+    wanted += "; name its columns, e.g. --columns prompt=question completion=answer"
     text = "; pass --dataset_kind text for text" if "text" in record else ""
     raise BadRecord(f"no conversation: its fields are {', '.join(map(str, record))}, and it needs {wanted}{text}")
 
 
+def _check_pair(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the fields of a question and its answer; raise `BadRecord` if other fields could be meant, too."""
+    # Fields that a question may need, and that only the user can place. An instruction may have an input.
+    rivals = {"context", "passage", "choices", "options", *(() if keys in _NAMED_KINDS else (*QUESTIONS, *ANSWERS))}
+    rivals -= {*keys, "input"} if "instruction" in keys else {*keys}
+    if others := [name for name in record if name in rivals and not is_blank(record[name])]:
+        advice = "name all that count, e.g. --columns instruction=question input=context output=answer"
+        raise BadRecord(f"{' and '.join(map(repr, keys))} stand beside {', '.join(map(repr, others))}; {advice}")
+    return keys
+
+
 def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict], list | None]:
     """Return the messages of a record of the kind with these fields, and the tools that one of them holds."""
-    if "completion" in keys:
+    if keys == ("prompt", "completion"):
         messages, tools = read_turn(record["prompt"], "prompt", "user")
         return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
-    if "instruction" in keys:
-        return _read_alpaca(record)
+    if len(keys) == 2:
+        answer = {"role": "assistant", "content": as_text(record[keys[1]], keys[1])}
+        return read_messages([*_read_question(record, keys[0]), answer], keys[1])
     # The other kinds have a single field, which holds the messages.
     return read_messages(record[keys[0]], keys[0])
 
 
-def _read_alpaca(record: dict[str, Any]) -> tuple[list[dict], list | None]:
-    """Return the messages of an Alpaca record, whose `history` holds earlier pairs of question and answer."""
-    asked = [as_text(record[key], key) for key in ("instruction", "input") if not is_blank(record.get(key))]
-    history = record.get("history")
-    turns = [*([] if is_blank(history) else parsed_as(history, "history", list)), ("\n".join(asked), record["output"])]
+def _read_question(record: dict[str, Any], key: str) -> list[dict]:
+    """Return the messages of `history`, earlier pairs of question and answer, and the question in the field `key`."""
+    names = ("instruction", "input") if key == "instruction" else (key,)
+    asked = [as_text(record[name], name) for name in names if not is_blank(record.get(name))]
+    turns = [] if is_blank(record.get("history")) else parsed_as(record["history"], "history", list)
     if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
         raise BadRecord("'history' is no list of pairs of question and answer; fix or drop the line")
-    messages = []
-    for question, answer in turns:
-        messages += [{"role": "user", "content": as_text(question, "history")}]
-        messages += [{"role": "assistant", "content": as_text(answer, "output")}]
-    return read_messages(messages, "history")
+    texts = [*(as_text(text, "history") for turn in turns for text in turn), "\n".join(asked)]
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def _with_system(messages: list[dict], record: dict[str, Any]) -> list[dict]:
@@ -119,7 +135,8 @@ def read_preference(record: Any) -> str:
     Read the preference of one record.
 
     `chosen` and `rejected` are messages, lists of messages or texts. The prompt is in `prompt`, or `chosen` and
-    `rejected` both begin with it (MiniMind, TRL), or both (UltraFeedback). A field `system` becomes its first message.
+    `rejected` both begin with it (MiniMind, TRL), or both (UltraFeedback), or it is in `conversations` (ShareGPT) or
+    in one of `QUESTIONS`. A field `system` becomes its first message.
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`.
@@ -147,7 +164,8 @@ def read_preference(record: Any) -> str:
             raise BadRecord(f"{key!r} has a loss weight, but a preference compares whole answers; remove the field")
     prompt, answers = _split_prompt(**turns)
     if not prompt:
-        raise BadRecord("chosen and rejected share no prompt; give them the same first messages, or a prompt")
+        prompt, found = _read_prompt(record)
+        tools = tools or found
     if answers["chosen"] == answers["rejected"]:
         raise BadRecord("chosen and rejected are equal; drop the line")
     for key, messages in answers.items():
@@ -157,6 +175,20 @@ def read_preference(record: Any) -> str:
             raise BadRecord(f"{key!r} continues after the answer, and only the last one can be compared; cut it off")
     check_answers(answers["chosen"], [1])
     return _write({"prompt": _with_system(prompt, record), **answers}, record, tools)
+
+
+def _read_prompt(record: dict[str, Any]) -> tuple[list[dict], list | None]:
+    """Return the prompt of a preference that has no field `prompt`, and the tools that one of its messages holds."""
+    names = [name for name in ("conversations", "messages", *QUESTIONS) if not is_blank(record.get(name))]
+    if not names:
+        raise BadRecord("chosen and rejected share no prompt; name its column, e.g. --columns prompt=question")
+    if names[0] in QUESTIONS:
+        return _read_question(record, _check_pair(record, (names[0], "chosen"))[0]), None
+    messages, tools = read_messages(record[names[0]], names[0])
+    take_weights(messages)
+    if messages[-1]["role"] == "assistant":
+        raise BadRecord(f"{names[0]!r} ends with an answer, and chosen and rejected are others; remove it")
+    return messages, tools
 
 
 def _split_prompt(

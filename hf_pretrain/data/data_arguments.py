@@ -36,6 +36,7 @@ class ReadingArguments:
     )
     max_rejected_ratio: float = HfArg(default=0.01, help="Largest share of bad lines; rejected.jsonl lists them.")
     encoding: str = HfArg(default="utf-8", help="Encoding of the files, e.g. gb18030.")
+    columns: list[str] | None = HfArg(default=None, help="Names of columns, OUR=THEIRS, e.g. prompt=question.")
 
 
 @dataclass
@@ -80,7 +81,7 @@ class SourceArguments(ReadingArguments):
         # Every rank reads the data, but only one may write the file that lists the bad lines.
         directory = Path(training_args.output_dir) if keep_rejected and training_args.process_index == 0 else None
         reading: dict[str, Any] = {"schema": self.kind_name.removesuffix("s"), "text_column": self.text_column}
-        reading |= {"encoding": self.encoding, "whole_files": self.whole_files}
+        reading |= {"encoding": self.encoding, "whole_files": self.whole_files, "columns": self.columns}
         reading |= {"num_proc": self.num_proc, "max_rejected_ratio": self.max_rejected_ratio}
         validation: dict[str, Any] = {}
         # An evaluation may take the training data, too.

@@ -22,6 +22,7 @@ from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
 from .caching import cache_key, count_processes
+from .columns import parse_columns
 from .conversations import first_question
 from .corpora import EMBEDDED_CORPORA
 from .formats import BadRecord, drop_padding
@@ -56,6 +57,7 @@ def load_documents(
     max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     is_evaluation: bool = False,
+    columns: list[str] | None = None,
     **files: Any,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
@@ -89,6 +91,7 @@ def load_documents(
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
             reason.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
+        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
         files: `encoding` and `whole_files`, as in [`~data.formats.read_file`].
 
     Returns:
@@ -105,7 +108,9 @@ def load_documents(
         raise UserError(f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each name.")
     rejected = RejectedLines(max_rejected_ratio, rejected_path)
     # Conversations and preferences need all columns of a file, texts only one.
-    how = {"schema": schema, "text_column": text_column if schema == "text" else None}
+    renamed = parse_columns(columns)
+    text_column = renamed.pop("text", text_column)
+    how = {"schema": schema, "text_column": text_column if schema == "text" else None, "columns": renamed}
     records = [_load_records(name, how, files, streaming, num_proc) for name in dataset_names]
     parts = [_keep_documents(part, rejected) for part in records]
     # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.

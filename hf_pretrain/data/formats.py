@@ -22,12 +22,16 @@ import pyarrow.parquet as pq
 from datasets import Json
 
 from ..runtime.errors import UserError
+from .exports import read_export
+from .office_files import read_office_file
 
 
-EXTENSIONS = (".jsonl", ".json", ".txt", ".md", ".parquet", ".csv")
+DOCUMENTS = (".docx", ".pdf")
 # Files without records.
-TEXT_EXTENSIONS = (".txt", ".md")
+TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENTS)
+EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
+KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -66,7 +70,8 @@ def read_text(record: Any, *, text_column: str) -> str:
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {json_type(record)}; write it as {{{text_column!r}: ...}}")
     if text_column not in record:
-        raise BadRecord(f"no column {text_column!r} (there is: {', '.join(map(str, record))}); pass --text_column")
+        names = ", ".join(map(str, record))
+        raise BadRecord(f"no column {text_column!r} (there is: {names}); pass --text_column or --columns")
     text = record[text_column]
     if not isinstance(text, str):
         raise BadRecord(f"column {text_column!r} holds {json_type(text)}, not text; quote it or drop the line")
@@ -182,8 +187,11 @@ def read_file(
         records: Iterator[tuple[int, str | BadRecord]]
         if extension == ".parquet":
             records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
-        elif extension == ".csv":
-            records = _read_csv(path, encoding)
+        elif extension in (".xlsx", *DOCUMENTS):
+            tables = read_office_file(path, extension, text_column)
+            records = chain.from_iterable(_read_table(path, iter(rows)) for rows in tables)
+        elif extension in (".csv", ".tsv"):
+            records = _read_table(path, _read_csv(path, encoding, extension))
         elif extension in TEXT_EXTENSIONS:
             texts = _read_paragraphs(path, encoding, whole_files)
             records = ((number, write_json({text_column: text})) for number, text in texts)
@@ -259,13 +267,20 @@ def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterat
         if may_be_array and first.lstrip().startswith("["):
             text = first + file.read()
             records = parse_json(_wrong_encoding(encoding) if SURROGATE.search(text) else text)
+            records = read_export(records) or records
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
         second = next(lines, None)
         # Programs that print JSON for people begin so.
         if second and (first.strip() == "[" or (first.strip() == "{" and second[1].lstrip().startswith('"'))):
-            shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
-            raise UserError(f"{path} holds JSON over several lines. Write {shapes}.")
+            rest = "\n".join(line for _, line in lines)
+            exported = read_export(f"{first}\n{second[1]}\n{rest}") if may_be_array else None
+            if not exported:
+                shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
+                chats = "Of Telegram's exports, only personal chats in which both write are read."
+                raise UserError(f"{path} holds JSON over several lines. Write {shapes}. {chats}")
+            yield from ((number, as_json(record)) for number, record in enumerate(exported, start=1))
+            return
         yield from chain([(start, first)] if first else [], [second] if second else [], lines)
 
 
@@ -281,21 +296,33 @@ def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[t
                 yield numbers[0], "".join(lines).removesuffix("\n")
 
 
-def _read_csv(path: Path, encoding: str) -> Iterator[tuple[int, str | BadRecord]]:
-    """Yield the rows of a CSV file as the JSON of objects of strings. The first row names the keys."""
+def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file, each with the number of its first line."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     with _open(path, encoding, "") as file:
-        rows = csv.DictReader(file, strict=True)
-        names = rows.fieldnames or []
-        if len(set(names)) < len(names):
-            raise UserError(f"{path}: the first row does not name each column once. Correct it.")
-        number = rows.line_num + 1
+        header = file.readline()
+        # Excel writes semicolons where the comma is the decimal point. Only the names show it: texts hold all marks.
+        found = [mark for mark in ",;\t" if mark in re.sub('"[^"]*"', "", header)]
+        separator = "\t" if extension == ".tsv" else "".join(found) or ","
+        if len(separator) > 1:
+            raise UserError(f"{path}: the first row holds several separators, {separator!r}. Quote its names.")
+        rows = csv.reader(chain([header], file), delimiter=separator, strict=True)
+        number = 1
         for row in rows:
-            # `DictReader` puts superfluous fields under the key `None`, and fills missing ones with `None`.
-            is_whole = None not in row and None not in row.values()
-            fault = BadRecord(f"a row without {len(names)} fields like the first row; quote its fields")
-            yield number, write_json(row) if is_whole else fault
+            # Blank lines are no rows.
+            if row:
+                yield number, row
             number = rows.line_num + 1
+
+
+def _read_table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, str | BadRecord]]:
+    """Yield the rows of a table as the JSON of objects of strings. The first row names the keys."""
+    _, names = next(rows, (0, []))
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: the first row does not name each column once. Correct it.")
+    fault = BadRecord(f"a row without {len(names)} fields like the first row; quote its fields")
+    for number, row in rows:
+        yield number, write_json(dict(zip(names, row, strict=True))) if len(row) == len(names) else fault
 
 
 def _read_parquet(path: Path, text_column: str | None) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .columns import parse_columns, rename_columns
 from .conversations import CONVERSATION_KEYS, SCHEMAS
 from .formats import BadRecord, file_format, parse_json, read_text
 from .sources import EMBEDDED_SOURCES, find_sources, read_source
@@ -40,34 +41,45 @@ def read_records(names: Iterable[str], *, text_column: str = "text", **how: Any)
     Args:
         names (`Iterable[str]`): names in the form of `--dataset_name`.
         text_column (`str`): key of the text, for the schema `text`.
-        how: as in [`~data.formats.read_file`].
+        how: `columns`, as in [`~data.columns.parse_columns`]; the others as in [`~data.formats.read_file`].
 
     Raises:
         `UserError`: if a name leads to no data.
     """
+    renamed = parse_columns(how.pop("columns", None))
+    text_column = renamed.pop("text", text_column)
     for source in [source for name in names for source in find_sources(name) or [name]]:
         # Read all columns of a parquet file: it may not have the text column, and a cleaning copies them.
         column = None if file_format(Path(source)) == ".parquet" else text_column
         for line, content in read_source(source, text_column=column, **how):
-            yield check_record(source, line, content, text_column=text_column)
+            yield check_record(source, line, content, text_column=text_column, columns=renamed)
 
 
 def check_record(
-    source: str, line: int, content: str | dict | BadRecord, *, schema: str | None = None, text_column: str | None
+    source: str,
+    line: int,
+    content: Any,
+    *,
+    schema: str | None = None,
+    text_column: str | None,
+    columns: dict[str, str],
 ) -> Record:
     """
     Check the record of a line: a parsed one, its JSON text, or its fault.
 
     Args:
         source (`str`), line (`int`): where the record is.
-        content: the record.
+        content (`str`, `dict` or `BadRecord`): the record.
         schema (`str`, *optional*): `text`, or a key of `SCHEMAS`. By default, the fields of the record decide.
         text_column (`str`, *optional*): key of the text, for the schema `text`.
+        columns (`dict[str, str]`): the user's name of each column, by ours. Embedded records have our names.
     """
     # The text of an embedded document is in `text`, whatever column the text of other documents is in.
     column = "text" if source in EMBEDDED_SOURCES else str(text_column)
     try:
         content = content if isinstance(content, dict) else parse_json(content)
+        if columns and isinstance(content, dict) and source not in EMBEDDED_SOURCES:
+            content = rename_columns(content, columns)
         schema = schema or _find_schema(content, column)
         text = read_text(content, text_column=column) if schema == "text" else SCHEMAS[schema](content)
         return Record(source, line, content, text, schema=schema)

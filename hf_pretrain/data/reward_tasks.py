@@ -27,6 +27,7 @@ from datasets import Dataset
 
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
+from .columns import parse_columns, rename_columns
 from .corpora import load_embedded
 from .documents import hashes_are_between
 from .draws import add_system_message
@@ -150,7 +151,7 @@ def read_task(record: Any) -> dict[str, Any]:
         prompt, tools = _as_columns(*read_turn(record["prompt"], "prompt", "user"))
         return {**record, "prompt": prompt} | ({} if tools is None else {"tools": tools})
     if "conversations" not in record:
-        raise BadRecord("neither `prompt` nor `conversations`; write one of them")
+        raise BadRecord("neither `prompt` nor `conversations`; write one of them, or name it: --columns prompt=...")
     messages, found = read_messages(record["conversations"], "conversations")
     if len(messages) < 2:
         raise BadRecord("`conversations` holds no prompt with an answer; write a list of messages")
@@ -179,14 +180,15 @@ def _as_columns(messages: list[dict[str, Any]], tools: list | None) -> tuple[lis
 
 
 def _read_tasks(
-    name: str, encoding: str, rejected: RejectedLines, finish: Callable[[dict[str, Any]], dict[str, Any]]
+    name: str, encoding: str, rejected: RejectedLines, finish: Callable[[Any], dict[str, Any]], columns: dict[str, str]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of files or of a Hub dataset, finished, each with the text whose hash decides the split."""
     for source in find_sources(name) or [name]:
         for line, content in read_source(source, text_column=None, encoding=encoding):
             rejected.num_lines += 1
             try:
-                task = read_task(parse_json(content))
+                record = parse_json(content)
+                task = read_task(rename_columns(record, columns) if columns else record)
                 # The split must not depend on the system message that `finish` adds.
                 yield finish(task), [json.dumps(task["prompt"])]
             except BadRecord as error:
@@ -197,6 +199,7 @@ def load_tasks(
     dataset_names: list[str],
     *,
     encoding: str = "utf-8",
+    columns: list[str] | None = None,
     validation_fraction: float = 0.01,
     seed: int = 42,
     add_system_ratio: float = 0.0,
@@ -214,6 +217,7 @@ def load_tasks(
         dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory, or a Hub id, with
             records in a format of [`read_task`].
         encoding (`str`, defaults to `"utf-8"`): encoding of the files.
+        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
         validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
         seed (`int`, defaults to 42): seed of the embedded tasks and of the random system messages.
         add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
@@ -242,17 +246,17 @@ def load_tasks(
         if DatasetName.parse(name).is_embedded:
             loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
         else:
-            loaded += _read_tasks(name, encoding, rejected, finish)
+            loaded += _read_tasks(name, encoding, rejected, finish, parse_columns(columns))
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
-    columns = dict.fromkeys(column for row, _ in loaded for column in row)
+    names = dict.fromkeys(name for row, _ in loaded for name in row)
     # The training set and the validation set.
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for row, origins in loaded:
         is_validation = all(hashes_are_between(origins, [None] * len(origins), 0.0, validation_fraction))
-        sides[is_validation].append({column: row.get(column) for column in columns})
+        sides[is_validation].append({name: row.get(name) for name in names})
     if not sides[0]:
         raise UserError(f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks. Lower it.")
     try:

@@ -11,13 +11,12 @@ from transformers.utils import logging
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
 from .corpora import EMBEDDED_CORPORA, load_embedded
-from .formats import COMPRESSIONS, EXTENSIONS, BadRecord, as_json, drop_padding, file_format, read_file
+from .formats import DOCUMENTS, KNOWN, TEXT_EXTENSIONS, BadRecord, as_json, drop_padding, file_format, read_file
 from .hub_datasets import download_hub_file, load_hub_dataset, parse_hub_file
 
 
 logger = logging.get_logger(__name__)
 
-_KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 
 
@@ -55,7 +54,7 @@ def find_sources(name: str) -> list[str] | None:
         return None
     for file in files:
         if file_format(file) is None:
-            raise UserError(f"{file} has an unknown ending; known are {_KNOWN}.")
+            raise UserError(f"{file} has an unknown ending; known are {KNOWN}.")
         if file.stat().st_size == 0:
             raise UserError(f"{file} is empty. Remove it or write it again.")
     return [str(file) for file in files]
@@ -77,12 +76,14 @@ def _list_files(path: Path) -> list[Path]:
     for file in sorted(place for place in (*found, *below) if place.is_file()):
         present.setdefault(file.resolve(), file)
     files = [file for file in present.values() if file_format(file) is not None]
-    # Beside data, a README.md describes them.
-    files = [file for file in files if file_format(file) != ".md"] or files
+    # Beside data, a README.md describes them; beside records, so does a paper.
+    has_records = any(file_format(file) not in TEXT_EXTENSIONS for file in files)
+    beside = (".md", *DOCUMENTS) if has_records else (".md",)
+    files = [file for file in files if file_format(file) not in beside] or files
     if others := {*present.values()} - {*files}:
         logger.warning(f"{path}: {len(files)} data files. {len(others)} others are left out, such as {min(others)}.")
     if not files:
-        raise UserError(f"No file of {path} ends in {_KNOWN}.")
+        raise UserError(f"No file of {path} ends in {KNOWN}.")
     return files
 
 
@@ -111,7 +112,7 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
 
 
 def read_source(
-    source: str, *, schema: str = "text", text_column: str | None, **how: Any
+    source: str, *, schema: str = "text", text_column: str | None, columns: Any = None, **how: Any
 ) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file, an embedded part or a Hub dataset as JSON text, each with its number.
@@ -120,6 +121,7 @@ def read_source(
         source (`str`): one of the sources that [`find_sources`] returns, or the name of a Hub dataset.
         schema (`str`, defaults to `"text"`): kind of the records of an embedded part, as in
             [`~data.corpora.load_embedded`].
+        columns: not read here; [`~data.records.check_record`] renames.
         text_column (`str`, *optional*), how: as in [`~data.formats.read_file`].
     """
     if source in EMBEDDED_SOURCES:

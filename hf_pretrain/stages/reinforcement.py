@@ -84,7 +84,7 @@ class TaskArguments(ReadingArguments):
         """
         check = task_check(tokenizer, **limits, **training_args.chat_template_kwargs or {})
         how = {"seed": training_args.seed, "add_system_ratio": self.add_system_ratio, "check": check}
-        how |= {"max_rejected_ratio": self.max_rejected_ratio, "encoding": self.encoding}
+        how |= {"max_rejected_ratio": self.max_rejected_ratio, "encoding": self.encoding, "columns": self.columns}
         named = name_eval_sets(self.eval_dataset_name, self.dataset_name)
         # Without a fraction for validation, the training set is the whole set.
         eval_sets = {label: load_tasks([name], validation_fraction=0.0, **how)[0] for label, name in named.items()}

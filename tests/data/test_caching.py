@@ -37,7 +37,7 @@ def tokenizers(tmp_path_factory) -> dict[str, Path]:
 
 def prepare(kind: str, path: Path, directory: Path, **changed) -> list[dict]:
     """Return the rows of a new process's tokenizer, with the changes."""
-    names = ("text_column", "train_fraction", "seed", "encoding", "whole_files")
+    names = ("text_column", "train_fraction", "seed", "encoding", "whole_files", "columns")
     loading = {name: changed.pop(name) for name in names if name in changed}
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(directory)
     if eos := changed.pop("eos_token", None):
@@ -57,6 +57,7 @@ SAME_SIZE = {"answer": "bbb"}
 CHANGES = [
     ("text", SAME_SIZE),
     ("text", {"text_column": "body"}),
+    ("text", {"columns": ["text=body"]}),
     ("text", {"train_fraction": 0.5}),
     ("text", {"max_length": 32}),
     ("text", {"packing_strategy": "wrapped"}),

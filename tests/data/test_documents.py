@@ -102,14 +102,14 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
 def test_sources_without_data_are_named(tmp_path, streaming):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
-    (tmp_path / "table.xlsx").write_text("text\na\n")
+    (tmp_path / "table.ods").write_text("text\na\n")
     pq.write_table(pa.table({"content": ["a"]}), tmp_path / "other.parquet")
     (tmp_path / "plain.txt").write_text("a")
     here = f"{tmp_path}/"
     for name, words in {
         f"{here}empty.jsonl": r"empty.jsonl is empty",
         f"{here}bad.jsonl": r"(?s)bad.jsonl holds no document.*1 x column 'text' holds an integer.*bad.jsonl:1",
-        f"{here}table.xlsx": r"table.xlsx has an unknown ending; known are .jsonl",
+        f"{here}table.ods": r"table.ods has an unknown ending; known are .jsonl",
         f"{here}other.parquet": r"other.parquet has no column 'text' but content. Pass --text_column",
         f"{here}missing.jsonl": r"There is no file or directory .*missing.jsonl",
         f"{here}*.nothing": r"No file of .*nothing ends in .jsonl",

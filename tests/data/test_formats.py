@@ -130,6 +130,43 @@ def test_a_table_of_csv(tmp_path):
     assert [str(record)[:14] for _, record in read(path)] == ["bad: not UTF-8", "{'id': '2', 't"]
 
 
+class Semicolons(csv.excel):
+    """What Excel writes where the comma is the decimal point."""
+
+    delimiter = ";"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "gb18030"])
+@pytest.mark.parametrize(
+    "name, dialect", [("a.csv", "excel"), ("a.csv", Semicolons), ("a.csv", "excel-tab"), ("a.tsv", "excel-tab")]
+)
+def test_every_separator_is_found(tmp_path, name, dialect, encoding):
+    path = tmp_path / name
+    # More separators of other kinds than of the file's own.
+    rows = [["问题", "text"], ["a;b;c;d", "one; two; three\tfour\tfive,six,seven"], ["1,5", 'said "no";\nso, yes\t']]
+    with path.open("w", encoding=encoding, newline="") as file:
+        csv.writer(file, dialect).writerows(rows)
+    assert [list(record.values()) for _, record in read(path, encoding=encoding)] == rows[1:]
+    assert [*read(path, encoding=encoding)[0][1]] == rows[0]
+
+
+def test_names_with_separators(tmp_path):
+    path = tmp_path / "a.csv"
+    for header, names in (
+        ('"id; no",text', ["id; no", "text"]),
+        ('"a,""b"";";text', ['a,"b";', "text"]),
+        ("text", ["text"]),
+    ):
+        path.write_text(f"{header}\n" + ("1" if len(names) == 1 else "1,2" if header[-5] == "," else "1;2"))
+        assert [*read(path)[0][1]] == names
+    path.write_text("id;text, raw\n1;a\n")
+    with pytest.raises(ValueError, match="a.csv: the first row holds several separators, ',;'. Quote its names"):
+        read(path)
+    path = path.rename(tmp_path / "a.tsv")
+    path.write_text("id\ttext, raw\n1\ta\n")
+    assert read(path) == [(2, {"id": "1", "text, raw": "a"})]
+
+
 @pytest.mark.parametrize("content", [b'id,text\n1,"a"b\n', b'id,text\n1,"never closed\n2,b\n', b"id,id\n1,a\n"])
 def test_a_csv_file_with_a_fault_in_its_form_is_refused(tmp_path, content):
     (tmp_path / "a.csv").write_bytes(content)

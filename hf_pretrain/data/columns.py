@@ -1,0 +1,47 @@
+"""Rename columns of users' data to the names that records are recognised by (`--columns`)."""
+
+from typing import Any
+
+from ..runtime.errors import UserError
+from ..runtime.names import check_word
+from .conversations import ANSWERS, QUESTIONS
+from .formats import BadRecord
+
+
+# Columns that decide what a record teaches.
+_DECIDING = ("messages", "conversations", "chosen", "rejected", *QUESTIONS, *ANSWERS)
+COLUMN_NAMES = (*_DECIDING, "text", "history", "system", "tools", "chat_template_kwargs", "solution", "gt")
+
+
+def parse_columns(pairs: list[str] | None) -> dict[str, str]:
+    """
+    Return the user's name of each column, by ours.
+
+    Args:
+        pairs (`list[str]`, *optional*): `OUR=THEIRS`, such as `prompt=question`.
+
+    Raises:
+        `UserError`: for an unknown name, a pair without two names, or a name that stands in two pairs.
+    """
+    columns: dict[str, str] = {}
+    for pair in pairs or ():
+        ours, _, theirs = pair.partition("=")
+        check_word("--columns", ours, COLUMN_NAMES)
+        if not theirs or ours in columns:
+            raise UserError(f"--columns {pair} is no pair of its own. Write OUR=THEIRS once, e.g. prompt=question.")
+        columns[ours] = theirs
+    return columns
+
+
+def rename_columns(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """
+    Return a record with our names in place of the user's; raise `BadRecord` if it lacks one of the columns.
+
+    If `columns` names one of the columns that decide what a record teaches, the record loses the others of these.
+    """
+    for theirs in columns.values():
+        if theirs not in record:
+            raise BadRecord(f"no column {theirs!r} (there is: {', '.join(map(str, record))}); correct --columns")
+    others = {*columns, *columns.values()}.union(_DECIDING if columns.keys() & {*_DECIDING} else ())
+    kept = {name: value for name, value in record.items() if name not in others}
+    return kept | {ours: record[theirs] for ours, theirs in columns.items()}

@@ -1,0 +1,136 @@
+"""Files of Word and Excel, and PDF files."""
+
+import datetime
+import gzip
+import io
+import sys
+import zipfile
+
+import pytest
+
+from hf_pretrain.data.documents import load_documents
+from hf_pretrain.data.formats import parse_json, read_file
+from hf_pretrain.data.records import read_records
+from hf_pretrain.data.sources import find_sources
+
+
+TEXT = "第一段 of a report. 你好"
+
+
+def write_pdf(path, text: str) -> None:
+    """Write a PDF file of one page by hand, as PDF 1.7 (ISO 32000-1, 7.5) describes it."""
+    stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET" if text else ""
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",  # noqa: E501
+        f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
+    ]
+    content, places = "%PDF-1.7\n", []
+    for number, value in enumerate(objects, start=1):
+        places.append(len(content))
+        content += f"{number} 0 obj\n{value}\nendobj\n"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    content += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
+    content += f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{content.index('xref')}\n%%EOF\n"
+    path.write_bytes(content.encode())
+
+
+def write_docx(path, *paragraphs: str) -> None:
+    document = pytest.importorskip("docx").Document()
+    for paragraph in paragraphs:
+        document.add_paragraph(paragraph)
+    document.add_table(1, 1).cell(0, 0).text = "cell"
+    document.save(path)
+
+
+def write_xlsx(path, rows: list[list], **sheets: list[list]) -> None:
+    book = pytest.importorskip("openpyxl").Workbook()
+    for row in rows:
+        book.active.append(row)
+    for name, others in sheets.items():
+        sheet = book.create_sheet(name)
+        for row in others:
+            sheet.append(row)
+    book.save(path)
+
+
+def test_documents_of_word_and_pdf(tmp_path):
+    pytest.importorskip("mammoth")
+    pytest.importorskip("pdfminer")
+    write_docx(tmp_path / "a.docx", TEXT, "The second.")
+    write_pdf(tmp_path / "b.PDF", "A page of text.")
+    (tmp_path / "c.docx.gz").write_bytes(gzip.compress((tmp_path / "a.docx").read_bytes()))
+    records = list(read_records([str(tmp_path)]))
+    assert [record.source.rsplit("/")[-1] for record in records] == ["a.docx", "b.PDF", "c.docx.gz"]
+    assert [record.text.split() for record in records][1] == "A page of text.".split()
+    assert "\f" not in records[1].text
+    assert records[0].text.split() == records[2].text.split() == [*TEXT.split(), "The", "second.", "cell"]
+    assert len(load_documents([str(tmp_path)], validation_fraction=0)[0]) == 3
+    with pytest.raises(ValueError, match="plain text, and records are wanted"):
+        load_documents([str(tmp_path / "a.docx")], schema="conversation")
+    # Beside records, they describe them.
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    assert find_sources(str(tmp_path)) == [str(tmp_path / "d.jsonl")]
+
+
+def test_documents_without_text_and_damaged_ones(tmp_path):
+    pytest.importorskip("mammoth")
+    pytest.importorskip("pdfminer")
+    pytest.importorskip("openpyxl")
+    write_pdf(tmp_path / "scan.pdf", "")
+    # pdfminer gives such text for fonts that name no characters.
+    write_docx(tmp_path / "codes.docx", "(cid:3)(cid:17) " * 20)
+    for name in ("a.pdf", "a.docx", "a.xlsx"):
+        (tmp_path / name).write_bytes(b"no such file")
+    for name, words in (
+        *((f"a.{ending}", rf"a.{ending} cannot be read: .*Save it again") for ending in ("pdf", "docx", "xlsx")),
+        ("scan.pdf", "scan.pdf holds no text, like a scan"),
+        ("codes.docx", "codes.docx holds no text, like a scan"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            list(read_file(tmp_path / name, text_column="text"))
+
+
+def test_a_sheet_is_a_table(tmp_path):
+    day = datetime.datetime(2024, 1, 2)
+    rows = [["question", "answer", "day"], ["2+2?", 4, day], [None] * 3, ["half?", 0.5], ["NA", True, None]]
+    path = tmp_path / "a.xlsx"
+    write_xlsx(path, rows, empty=[], more=[["question", "answer"], ["=1+1", "of a formula"], ["more?", "1"]])
+    found = [(number, parse_json(content)) for number, content in read_file(path, text_column=None)]
+    assert found == [
+        (2, {"question": "2+2?", "answer": "4", "day": str(day)}),
+        (4, {"question": "half?", "answer": "0.5", "day": ""}),
+        (5, {"question": "NA", "answer": "True", "day": ""}),
+        # Its value is not in the file.
+        (2, {"question": "", "answer": "of a formula"}),
+        (3, {"question": "more?", "answer": "1"}),
+    ]
+    how = {"validation_fraction": 0, "max_rejected_ratio": 0.5}
+    assert len(load_documents([str(path)], schema="conversation", **how)[0]) == 5
+    documents, _ = load_documents([str(path)], columns=["text=question"], **how)
+    assert documents["text"][:] == ["2+2?", "half?", "NA", "more?"]
+    write_xlsx(path, [["question", "answer"], ["a", "b", "stray", "stray"]])
+    with pytest.raises(ValueError, match="a.xlsx: the first row does not name each column once"):
+        list(read_file(path, text_column=None))
+
+
+def test_a_sheet_with_a_wrong_size(tmp_path):
+    path = tmp_path / "a.xlsx"
+    write_xlsx(path, [["text"], ["a"], ["b"]])
+    old, new = path.read_bytes(), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(old)) as source, zipfile.ZipFile(new, "w") as target:
+        for item in source.namelist():
+            target.writestr(item, source.read(item).replace(b'<dimension ref="A1:A3"', b'<dimension ref="A1"'))
+    assert b'ref="A1"' in zipfile.ZipFile(new).read("xl/worksheets/sheet1.xml")
+    path.write_bytes(new.getvalue())
+    assert [record.text for record in read_records([str(path)])] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.pdf", "a.xlsx"])
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "mammoth", None)
+    (tmp_path / name).write_bytes(b"a")
+    with pytest.raises(ImportError, match=rf"{name} needs mammoth, .*install.*\[documents\]"):
+        load_documents([str(tmp_path / name)])
