@@ -1,4 +1,4 @@
-"""Presets: the published MiniMind models, a tiny one for a first run on a CPU, SmolLM2's shape, and two larger ones."""
+"""Presets: the published MiniMind models, a tiny one for a first run on a CPU, SmolLM2's shape, and two larger."""
 
 from typing import Any
 

@@ -7,6 +7,7 @@ the graphs `llama` and `ernie4_5-moe`, llama.cpp rotates neighbouring channels, 
 """
 
 import math
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.gguf_file import GGUFFile, GGUFTensor, read_gguf_file
-from ..tokenizer.control_tokens import encode_prompt, find_turn_end
+from ..tokenizer.control_tokens import encode_prompt, encode_rendered, find_turn_end
 from ..tokenizer.gguf_tokenizer import find_text_split
 from .layouts import is_rotated, stock_layout, to_half_split
 
@@ -41,8 +42,30 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA_3 |= {"original_max_position_embeddings": 8192}
 # Ollama does not read the Jinja template in the GGUF file. This one renders system, user and assistant messages in the
-# same way, and no tools. `%(thought)s` is the empty thought of minimind-3 in front of answers.
+# same way, and no tools. `%(thought)s` is the empty thought of minimind-3 in front of answers, and `%(system)s` the
+# system message that templates such as SmolLM2's write where a conversation has none.
 _MODELFILE = Path(__file__).with_name("Modelfile.txt")
+
+
+def _write_modelfile(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """Return Ollama's `Modelfile`; `None` for a chat template whose prompts it cannot give token by token."""
+    if not tokenizer.chat_template:
+        return None
+    messages = [("user", "Why?"), ("assistant", "Because."), ("user", "And?")]
+    try:
+        prompt = encode_prompt(tokenizer, [{"role": role, "content": content} for role, content in messages])
+    except UserError:  # a template may refuse such a conversation
+        return None
+    text = tokenizer.decode(prompt)
+    system = re.match(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
+    thought = EMPTY_THOUGHT * text.endswith(EMPTY_THOUGHT)
+    turns = [*([("system", system[1])] if system else []), *messages]
+    parts = [f"{role}\n{thought * (role == 'assistant')}{content}<|im_end|>\n" for role, content in turns]
+    written = "<|im_start|>" + "<|im_start|>".join([*parts, f"assistant\n{thought}"])
+    if encode_rendered(tokenizer, written)[0] != prompt:
+        return None
+    line = f'SYSTEM """{system[1]}"""\n' if system else ""
+    return _MODELFILE.read_text(encoding="utf-8") % {"thought": thought, "system": line}
 
 
 def _gguf_names(model: MiniMindForCausalLM) -> dict[str, list[str]]:
@@ -82,7 +105,7 @@ def write_gguf(
     model: MiniMindForCausalLM, directory: Path, *, name: str, tokenizer: PreTrainedTokenizerFast | None, dtype: str
 ) -> Path:
     """
-    Write `model.gguf` and return its path; for a tokenizer with MiniMind's chat format, also Ollama's `Modelfile`.
+    Write `model.gguf` and return its path; for a tokenizer with the chat format ChatML, also Ollama's `Modelfile`.
 
     Args:
         model ([`MiniMindForCausalLM`]): the model.
@@ -107,10 +130,8 @@ def write_gguf(
         writer.add_tokenizer_model("no_vocab")
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
-        if "<|im_start|>" in (tokenizer.chat_template or ""):
-            prompt = tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "Why?"}]))
-            text = _MODELFILE.read_text(encoding="utf-8") % {"thought": EMPTY_THOUGHT * prompt.endswith(EMPTY_THOUGHT)}
-            (directory / "Modelfile").write_text(text, encoding="utf-8")
+        if (modelfile := _write_modelfile(tokenizer)) is not None:
+            (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
     for tensor_name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.

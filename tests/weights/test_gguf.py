@@ -129,12 +129,13 @@ def test_gguf_types(architecture, dtype, tmp_path):
         assert_near(read(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("generation", ["ours", "v3"])
-def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, generation):
-    """The template of minimind-3 puts an empty thought in front of answers without one."""
+@pytest.mark.parametrize("source", ["ours", "v3", "smollm2"])
+def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, source):
+    """minimind-3 puts an empty thought in front of answers without one, and SmolLM2 has a default system message."""
     tokenizer = train_tokenizer(["some words to train on"], vocab_size=300)
-    if generation == "v3":
-        tokenizer.chat_template = load_tokenizer(FIXTURES / "tokenizers/v3").chat_template
+    if source != "ours":
+        name = FIXTURES / "tokenizers/v3" if source == "v3" else "embedded:smollm2"
+        tokenizer.chat_template = load_tokenizer(name).chat_template
     export(build(vocab_size=len(tokenizer)), tmp_path / "out", "gguf", tokenizer=tokenizer, dtype="q4_0")
     text = (tmp_path / "out/Modelfile").read_text()
     assert text.startswith("FROM ./model.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
@@ -151,9 +152,14 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, gener
         rendered += branch.replace("{{ .Role }}", role).replace("{{ .Content }}", content)
     expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered + end == expected
-    # A model without a chat template gets none.
+    # Ollama puts this message in front of a conversation without one.
+    prompt = tokenizer.apply_chat_template(messages[1:2], tokenize=False)
+    assert re.findall(r'SYSTEM """(.*?)"""', text) == re.findall(r"system\n(.*?)<\|im_end", prompt)
+    # A model without a chat template gets none, and one with another format neither.
     export(build(), tmp_path / "plain", "gguf")
-    assert not (tmp_path / "plain/Modelfile").exists()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    export(build(vocab_size=len(tokenizer)), tmp_path / "other", "gguf", tokenizer=tokenizer, dtype="q4_0")
+    assert not any((tmp_path / name / "Modelfile").exists() for name in ("plain", "other"))
 
 
 # NOTE: use a separate process, which can be killed: stopping the server sometimes hangs.
@@ -220,13 +226,15 @@ def test_logits_and_greedy_continuation(name, tmp_path):
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours"])
+@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "embedded:smollm2"])
 def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
     if tokenizer_name == "ours":
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
+    elif tokenizer_name == "embedded:smollm2":
+        tokenizer = load_tokenizer(tokenizer_name)
     else:
         tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name)
-    export(build(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    export(build(vocab_size=max(6400, len(tokenizer))), tmp_path / "out", "gguf", tokenizer=tokenizer)
     chat = [{"role": "user", "content": "你好 world, 12"}]
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
         read = post("/tokenize", content=TEXT, parse_special=True, add_special=True)["tokens"]
