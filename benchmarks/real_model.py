@@ -16,6 +16,7 @@ measures the memory of the losses with two vocabularies, for 4 sequences of 1,02
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import multiprocessing
@@ -24,7 +25,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -108,18 +109,22 @@ def write_inputs(directory: Path, num_records: int) -> None:
     torch.manual_seed(0)
     # Half of an adapter is zero at first, and the other half sees no rows of rotated heads, so it fits both models.
     add_adapter(model, AdapterArguments(use_peft=True)).save_pretrained(directory / "adapter")
-    for schema, names in (("conversation", ["messages"]), ("preference", ["chosen", "rejected"])):
-        kept: list[str] = []
-        for record in load_embedded("chitchat", schema=schema):
-            if schema == "conversation":
-                # Without a question at the end.
-                record["messages"] = record["messages"][: len(record["messages"]) // 2 * 2]
-            lengths = [
-                len(encode_conversation(tokenizer, record.get("prompt", []) + record[name])[0]) for name in names
-            ]
-            if max(lengths) <= LENGTH and min(lengths) > LENGTH / 4:
-                kept.append(json.dumps(record))
-        (directory / f"{schema}.jsonl").write_text("\n".join(kept[:num_records]) + "\n", encoding="utf-8")
+    for schema in ("conversation", "preference"):
+        records = itertools.islice(fitting_records(tokenizer, schema), num_records)
+        lines = [json.dumps(record) + "\n" for record in records]
+        (directory / f"{schema}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def fitting_records(tokenizer: Any, schema: str) -> Iterator[dict[str, Any]]:
+    """Yield conversations or preferences that fit into a row, and are longer than a quarter of it."""
+    for record in load_embedded("chitchat", schema=schema):
+        if schema == "conversation":
+            # Without a question at the end.
+            record["messages"] = record["messages"][: len(record["messages"]) // 2 * 2]
+        answers = [record[name] for name in ("messages", "chosen", "rejected") if name in record]
+        lengths = [len(encode_conversation(tokenizer, record.get("prompt", []) + answer)[0]) for answer in answers]
+        if LENGTH / 4 < min(lengths) and max(lengths) <= LENGTH:
+            yield record
 
 
 def training_arguments(args: argparse.Namespace, stage: Stage, output_dir: Path) -> dict[str, Any]:
@@ -218,7 +223,10 @@ def build_trl(stage: Stage, args: argparse.Namespace, directory: Path) -> tuple[
 
     tokenizer = load_tokenizer(str(directory / "TRL"))
     load = partial(LlamaForCausalLM.from_pretrained, directory / "TRL", dtype=torch.float32)
-    model = load()
+    model: Any = load()
+    # Llama gives the input embedding of its padding token no gradient. In SmolLM2, that is `<|im_end|>`, which ends
+    # each message, so a run of stock Llama does not train it there. Ours does.
+    model.get_input_embeddings().padding_idx = None
     if stage.uses_peft:
         from peft import PeftModel
 
@@ -230,10 +238,15 @@ def build_trl(stage: Stage, args: argparse.Namespace, directory: Path) -> tuple[
         rows = Dataset.from_list(questions(directory))
         settings: Any = trl.GRPOConfig(**arguments)
         return trl.GRPOTrainer(model, [brevity], args=settings, train_dataset=rows, **how), rows[:]
-    ours = partial(SFTTrainingArguments, output_dir=str(directory / "rows"), use_cpu=True, report_to="none")
+    from hf_pretrain.stages.dpo import DPOTrainingArguments
+
+    # Its maximum length is that of DPO. The one of SFT is an argument of the data.
+    ours = DPOTrainingArguments(
+        str(directory / "rows"), use_cpu=args.device == "cpu", report_to="none", max_length=LENGTH
+    )
     if stage.trainer == "dpo":
         # TRL would also score the newline after an answer, so it gets our rows.
-        rows = rows_of(stage, directory, ours(), tokenizer).train
+        rows = rows_of(stage, directory, ours, tokenizer).train
         trainer_class = type("DPOTrainer", (trl.DPOTrainer,), {"_prepare_dataset": lambda self, rows, *args: rows})
         how["ref_model"] = None if stage.uses_peft else load()
         return trainer_class(model, args=trl.DPOConfig(**arguments), train_dataset=rows, **how), rows[:]
@@ -242,7 +255,7 @@ def build_trl(stage: Stage, args: argparse.Namespace, directory: Path) -> tuple[
         rows = Dataset.from_json(str(directory / "conversation.jsonl"))
     else:
         # The packing of both sides is best fit decreasing, but they order the rows differently.
-        rows = rows_of(stage, directory, ours(), tokenizer).train.map(_with_labels, remove_columns=["loss_mask"])
+        rows = rows_of(stage, directory, ours, tokenizer).train.map(_with_labels, remove_columns=["loss_mask"])
         arguments |= {"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}
     trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**arguments), train_dataset=rows, **how)
     return trainer, trainer.train_dataset[:]
@@ -463,6 +476,11 @@ def loss_memory(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return table
 
 
+def write(path: Path, results: dict[str, Any]) -> None:
+    rounded = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.8g}"))
+    path.write_text(json.dumps(rounded) + "\n", encoding="utf-8")
+
+
 def print_table(results: dict[str, Any]) -> None:
     print(
         f"\n{'stage':12}{'loss':>10}{'norm':>10}{'tokens/s':>12}{'TRL':>8}{'ratio':>8}{'GiB':>8}{'TRL':>8}{'ratio':>8}"
@@ -499,9 +517,10 @@ def main() -> None:
         for name in args.stages:
             results["stages"][name] = run_stage(name, args, directory)
             print(name, results["stages"][name]["differences"], results["stages"][name]["ratios"], flush=True)
+            write(args.output, results)
     results["loss_gib"] |= loss_memory(args)
+    write(args.output, results)
     print_table(results)
-    args.output.write_text(json.dumps(results) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
