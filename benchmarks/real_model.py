@@ -7,8 +7,8 @@ This package beside TRL on a real model, SmolLM2-135M-Instruct: `make real-model
 
 TRL's trainers train stock transformers' `LlamaForCausalLM`, and this package's trainers train its own model, with the
 same weights, rows, order, optimizer and schedule. Each of the two runs in a process of its own, and they take turns
-after each step, so that a busy machine slows both. A step lasts from the end of a turn of the other one to the end of
-the step: it includes the data. The first steps are not timed.
+after each step, so that a busy machine slows both. A step includes the data. On a CPU, its time is the time that the
+process ran: other programs disturb it less. The first steps are not timed.
 
 The memory of a stage is the peak of the process while it trains (of torch's allocator on a GPU). The benchmark also
 measures the memory of the losses with two vocabularies, for 4 sequences of 1,024 tokens.
@@ -266,26 +266,30 @@ def _with_labels(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class Turns(TrainerCallback):
-    """Wait for the turn before each step and give it to the other process after the step; record its seconds."""
+    """
+    Wait for the turn before each step, and give it to the other process after the step. Record the seconds of a step:
+    on a CPU, those that the process ran, because other programs disturb these less.
+    """
 
     def __init__(self, mine: Any, others: Any, barrier: Any):
         self.mine, self.others, self.barrier = mine, others, barrier
         self.seconds: list[float] = []
+        self.now = time.perf_counter if torch.cuda.is_available() else time.process_time
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Begin when both sides are ready.
         self.barrier.wait()
         self.mine.acquire()
         reset_peak(args.device)
-        self.start = time.perf_counter()
+        self.start = self.now()
 
     def on_step_end(self, args, state, control, **kwargs):
         wait_for(args.device)
-        self.seconds.append(time.perf_counter() - self.start)
+        self.seconds.append(self.now() - self.start)
         self.others.release()
         if state.global_step < state.max_steps:
             self.mine.acquire()
-            self.start = time.perf_counter()
+            self.start = self.now()
         else:
             self.peak = read_peak(args.device)
             # The end of a run must not disturb the last step of the other side.
@@ -410,7 +414,8 @@ def summarize(name: str, found: dict[str, Any]) -> dict[str, Any]:
         for measure in ("loss", "gradient norm")
     }
     ratios = {what: ours[what] / theirs[what] for what in ("tokens_per_second", "peak_bytes")}
-    return {"setting": asdict(STAGES[name]), "tokens": tokens, "differences": differences, "ratios": ratios} | found
+    steps = {"steps": len(tokens), "tokens": tokens}
+    return {"setting": asdict(STAGES[name]), **steps, "differences": differences, "ratios": ratios} | found
 
 
 def loss_of(path: str, vocab_size: int, device: torch.device) -> Callable[[], None]:
