@@ -469,7 +469,7 @@ def loss_memory(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     context, table = multiprocessing.get_context("spawn"), {}
     for vocab_size in args.vocabularies:
         table[str(vocab_size)] = {"whole logits": 4 * math.prod(LOSS_SHAPE) * vocab_size / 2**30}
-        for path in LOSSES:
+        for path in args.losses:
             results = context.Queue()
             process = context.Process(target=measure_loss, args=(path, vocab_size, args, results))
             process.start()
@@ -506,6 +506,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES), help="stages to compare")
     parser.add_argument("--vocabularies", nargs="*", type=int, default=VOCABULARIES, help="sizes for the losses")
+    parser.add_argument("--losses", nargs="*", choices=LOSSES, default=LOSSES, help="losses whose memory to measure")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast; by default float32")
@@ -523,7 +524,8 @@ def main() -> None:
             results["stages"][name] = run_stage(name, args, directory)
             print(name, results["stages"][name]["differences"], results["stages"][name]["ratios"], flush=True)
             write(args.output, results)
-    results["loss_gib"] |= loss_memory(args)
+    for size, row in loss_memory(args).items():
+        results["loss_gib"][size] = results["loss_gib"].get(size, {}) | row
     write(args.output, results)
     print_table(results)
 
