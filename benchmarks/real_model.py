@@ -15,36 +15,31 @@ measures the memory of the losses with two vocabularies, for 4 sequences of 1,02
 """
 
 import argparse
-import copy
 import itertools
 import json
-import math
 import multiprocessing
 import queue
-import re
-import sys
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import GenerationMixin, LlamaForCausalLM, Trainer, TrainerCallback
 
 from benchmarks.bench import ROOT, environment
+from benchmarks.loss_memory import LOSSES, loss_memory, read_peak, reset_peak
 from benchmarks.programs import NUM_WARMUP_STEPS, wait_for
-from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.corpora import load_embedded
 from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.encoding import encode_conversation
-from hf_pretrain.data.preparation import load_rows
-from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm
+from hf_pretrain.data.preparation import PreparedData, load_rows
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter
@@ -65,8 +60,6 @@ TEMPLATE = (
 SIDES = ("ours", "TRL")
 LENGTH, GROUP, ANSWER_LENGTH = 256, 4, 48
 VOCABULARIES = (49_152, 151_936)
-LOSSES = ("stock Llama", "SFT", "SFT, LoRA", "DPO, GRPO", "distillation")
-LOSS_SHAPE = (4, 1024)
 
 
 @dataclass
@@ -143,45 +136,40 @@ def training_arguments(args: argparse.Namespace, stage: Stage, output_dir: Path)
     return arguments
 
 
-def rows_of(stage: Stage, directory: Path, args: SFTTrainingArguments, tokenizer: Any) -> Any:
+def rows_of(stage: Stage, directory: Path, args: argparse.Namespace, tokenizer: Any) -> PreparedData:
     """Return the rows of SFT or DPO as this package prepares them."""
+    from hf_pretrain.stages.dpo import DPOTrainingArguments
+
+    # The maximum length is that of DPO. The one of SFT is an argument of the data.
+    settings = DPOTrainingArguments(str(directory / "rows"), use_cpu=args.device == "cpu", max_length=LENGTH)
     reading: dict[str, Any] = {"validation_fraction": 0.0, "num_proc": 1}
     if stage.trainer == "dpo":
-        return load_rows(SourceArguments([str(directory / "preference.jsonl")], **reading), args, tokenizer)
+        return load_rows(SourceArguments([str(directory / "preference.jsonl")], **reading), settings, tokenizer)
     reading |= {"packing": stage.packing, "max_length": LENGTH}
-    return load_rows(ChatArguments([str(directory / "conversation.jsonl")], **reading), args, tokenizer)
+    return load_rows(ChatArguments([str(directory / "conversation.jsonl")], **reading), settings, tokenizer)
 
 
-def questions(directory: Path) -> list[dict[str, Any]]:
+def preferences(directory: Path) -> list[dict[str, Any]]:
+    return list(map(json.loads, (directory / "preference.jsonl").read_text(encoding="utf-8").splitlines()))
+
+
+def questions(directory: Path) -> Dataset:
     """Return the prompts of GRPO: the first question of each conversation."""
-    lines = (directory / "preference.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{"prompt": json.loads(line)["prompt"][:1]} for line in lines]
+    return Dataset.from_list([{"prompt": record["prompt"][:1]} for record in preferences(directory)])
 
 
-class FixedAnswers:
-    """
-    Answers of GRPO that depend only on the prompt and on the place in its group, in place of `generate`.
+def fixed_answers(tokenizer: Any, directory: Path) -> Callable[..., torch.Tensor]:
+    """Return a stand-in for `generate`, whose answers depend only on the prompt and on the place in its group."""
+    texts = [record["chosen"][0]["content"] + tokenizer.eos_token for record in preferences(directory)]
+    answers = [ids[:ANSWER_LENGTH] for ids in tokenizer(texts)["input_ids"]]
+    answers = [ids + [tokenizer.pad_token_id] * (ANSWER_LENGTH - len(ids)) for ids in answers]
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer.
-        directory (`Path`): holds the data, whose answers it takes.
-
-    Attributes:
-        num_tokens (`list[int]`): tokens of prompts and answers of each call.
-    """
-
-    def __init__(self, tokenizer: Any, directory: Path):
-        lines = (directory / "preference.jsonl").read_text(encoding="utf-8").splitlines()
-        texts = [json.loads(line)["chosen"][0]["content"] + tokenizer.eos_token for line in lines]
-        self.answers = [ids[:ANSWER_LENGTH] for ids in tokenizer(texts)["input_ids"]]
-        self.pad_token_id, self.num_tokens = tokenizer.pad_token_id, list[int]()
-
-    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def generate(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         places = [sum(ids[-10:]) + row % GROUP for row, ids in enumerate(input_ids.tolist())]
-        chosen = [self.answers[place % len(self.answers)] for place in places]
-        self.num_tokens.append(int(attention_mask.sum()) + sum(map(len, chosen)))
-        padded = [ids + [self.pad_token_id] * (ANSWER_LENGTH - len(ids)) for ids in chosen]
-        return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
+        chosen = [answers[place % len(answers)] for place in places]
+        return torch.cat([input_ids, torch.tensor(chosen, device=input_ids.device)], dim=1)
+
+    return generate
 
 
 def brevity(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -189,76 +177,70 @@ def brevity(completions: list[Any], **kwargs: Any) -> list[float]:
     return [-abs(len(completion[0]["content"]) - 60) / 60 for completion in completions]
 
 
-def build_ours(stage: Stage, args: argparse.Namespace, directory: Path) -> tuple[Trainer, Any]:
-    """Return this package's trainer, as its recipe builds it, and its rows."""
-    tokenizer = load_tokenizer(str(directory / "ours"))
-    model = load_model(ModelArguments(model_name_or_path=str(directory / "ours")), tokenizer)
+def build_ours(stage: Stage, args: argparse.Namespace, directory: Path) -> Trainer:
+    """Return this package's trainer, as its recipe builds it."""
+    tokenizer, where = (
+        load_tokenizer(str(directory / "ours")),
+        ModelArguments(model_name_or_path=str(directory / "ours")),
+    )
+    model = load_model(where, tokenizer)
     if stage.uses_peft:
         model = load_adapter(model, directory / "adapter")
     arguments = training_arguments(args, stage, directory / "out-ours")
     how: dict[str, Any] = {"processing_class": tokenizer}
+    if stage.trainer == "grpo":
+        from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, MiniMindGRPOTrainer
+
+        how |= {"args": GRPOTrainingArguments(**arguments), "train_dataset": questions(directory)}
+        return MiniMindGRPOTrainer(model, reward_funcs=[brevity], **how)
+    data = rows_of(stage, directory, args, tokenizer)
+    how["train_dataset"] = data.train
     if stage.trainer == "sft":
-        settings = SFTTrainingArguments(**arguments, eval_on_start=False)
-        data = rows_of(stage, directory, settings, tokenizer)
-        how |= {"train_dataset": data.train, "data_collator": data.collator}
-        return MaskedLossTrainer(model, settings, **how), data.train[:]
-    if stage.trainer == "dpo":
-        from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
+        how |= {"args": SFTTrainingArguments(**arguments, eval_on_start=False), "data_collator": data.collator}
+        return MaskedLossTrainer(model, **how)
+    from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 
-        settings = DPOTrainingArguments(**arguments, eval_on_start=False)
-        rows = rows_of(stage, directory, settings, tokenizer).train
-        reference = ModelArguments(model_name_or_path=str(directory / "ours"))
-        how["ref_model"] = None if stage.uses_peft else load_model(reference, tokenizer)
-        return MiniMindDPOTrainer(model, args=settings, train_dataset=rows, **how), rows[:]
-    from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, MiniMindGRPOTrainer
-
-    rows = Dataset.from_list(questions(directory))
-    settings = GRPOTrainingArguments(**arguments)
-    return MiniMindGRPOTrainer(model, args=settings, train_dataset=rows, reward_funcs=[brevity], **how), rows[:]
+    how["args"] = DPOTrainingArguments(**arguments, eval_on_start=False)
+    return MiniMindDPOTrainer(model, ref_model=None if stage.uses_peft else load_model(where, tokenizer), **how)
 
 
-def build_trl(stage: Stage, args: argparse.Namespace, directory: Path) -> tuple[Trainer, Any]:
-    """Return TRL's trainer of a stock Llama, and its rows."""
+def build_trl(stage: Stage, args: argparse.Namespace, directory: Path) -> Trainer:
+    """Return TRL's trainer of a stock Llama."""
     import trl
 
-    tokenizer = load_tokenizer(str(directory / "TRL"))
-    load = partial(LlamaForCausalLM.from_pretrained, directory / "TRL", dtype=torch.float32)
-    model: Any = load()
-    # Llama gives the input embedding of its padding token no gradient. In SmolLM2, that is `<|im_end|>`, which ends
-    # each message, so a run of stock Llama does not train it there. Ours does.
-    model.get_input_embeddings().padding_idx = None
+    model, tokenizer = load_llama(directory), load_tokenizer(str(directory / "TRL"))
     if stage.uses_peft:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, str(directory / "adapter"), is_trainable=True)
-    # Off, because it is off in our recipes.
+    # TRL's default is on.
     arguments = training_arguments(args, stage, directory / "out-TRL") | {"gradient_checkpointing": False}
     how: dict[str, Any] = {"processing_class": tokenizer}
     if stage.trainer == "grpo":
-        rows = Dataset.from_list(questions(directory))
         settings: Any = trl.GRPOConfig(**arguments)
-        return trl.GRPOTrainer(model, [brevity], args=settings, train_dataset=rows, **how), rows[:]
-    from hf_pretrain.stages.dpo import DPOTrainingArguments
-
-    # Its maximum length is that of DPO. The one of SFT is an argument of the data.
-    ours = DPOTrainingArguments(
-        str(directory / "rows"), use_cpu=args.device == "cpu", report_to="none", max_length=LENGTH
-    )
+        return trl.GRPOTrainer(model, [brevity], args=settings, train_dataset=questions(directory), **how)
     if stage.trainer == "dpo":
         # TRL would also score the newline after an answer, so it gets our rows.
-        rows = rows_of(stage, directory, ours, tokenizer).train
+        rows = rows_of(stage, directory, args, tokenizer).train
         trainer_class = type("DPOTrainer", (trl.DPOTrainer,), {"_prepare_dataset": lambda self, rows, *args: rows})
-        how["ref_model"] = None if stage.uses_peft else load()
-        return trainer_class(model, args=trl.DPOConfig(**arguments), train_dataset=rows, **how), rows[:]
+        how["ref_model"] = None if stage.uses_peft else load_llama(directory)
+        return trainer_class(model, args=trl.DPOConfig(**arguments), train_dataset=rows, **how)
     arguments |= {"max_length": LENGTH, "assistant_only_loss": stage.packing == "none"}
     if stage.packing == "none":
         rows = Dataset.from_json(str(directory / "conversation.jsonl"))
     else:
-        # The packing of both sides is best fit decreasing, but they order the rows differently.
-        rows = rows_of(stage, directory, ours, tokenizer).train.map(_with_labels, remove_columns=["loss_mask"])
+        # Both sides pack by best fit decreasing, but they order the rows differently.
+        rows = rows_of(stage, directory, args, tokenizer).train.map(_with_labels, remove_columns=["loss_mask"])
         arguments |= {"packing": True, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**arguments), train_dataset=rows, **how)
-    return trainer, trainer.train_dataset[:]
+    return trl.SFTTrainer(model, args=trl.SFTConfig(**arguments), train_dataset=rows, **how)
+
+
+def load_llama(directory: Path) -> Any:
+    model = LlamaForCausalLM.from_pretrained(directory / "TRL", dtype=torch.float32)
+    # Llama drops the gradient of the input embedding of its padding token. In SmolLM2, this token is `<|im_end|>`,
+    # which ends each message. With the gradient, both sides train the same weights.
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def _with_labels(row: dict[str, Any]) -> dict[str, Any]:
@@ -274,13 +256,13 @@ class Turns(TrainerCallback):
     def __init__(self, mine: Any, others: Any, barrier: Any):
         self.mine, self.others, self.barrier = mine, others, barrier
         self.seconds: list[float] = []
-        self.now = time.perf_counter if torch.cuda.is_available() else time.process_time
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Begin when both sides are ready.
         self.barrier.wait()
         self.mine.acquire()
         reset_peak(args.device)
+        self.now = time.perf_counter if args.device.type == "cuda" else time.process_time
         self.start = self.now()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -296,79 +278,23 @@ class Turns(TrainerCallback):
             self.barrier.wait()
 
 
-def reset_peak(device: torch.device) -> None:
-    """Begin a new measurement of the peak memory."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        # See proc(5): this resets the peak of the resident set.
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def read_peak(device: torch.device) -> int:
-    """Return the peak memory in bytes since the last reset."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return read_status("VmHWM") if sys.platform == "linux" else 0
-
-
-def read_status(name: str) -> int:
-    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
-def comparable(rows: dict[str, list]) -> dict[str, list]:
-    """Return rows as both sides have them: with labels instead of weights."""
-    rows = {name: column for name, column in rows.items() if name not in ("seq_lengths", "messages")}
-    if "loss_mask" in rows:
-        pairs = zip(rows["input_ids"], rows.pop("loss_mask"), strict=True)
-        rows["labels"] = [_with_labels({"input_ids": ids, "loss_mask": mask})["labels"] for ids, mask in pairs]
-    return rows
-
-
-def count_tokens(rows: dict[str, list], batch_size: int, steps: int) -> list[int]:
-    """Return the tokens of each step of SFT or DPO, without padding."""
-    lengths = {name: [len(ids) for ids in column] for name, column in rows.items() if name != "labels"}
-    # A pair has its prompt twice.
-    per_row = [sum(row) + row[0] * (len(row) - 1) // 2 for row in zip(*lengths.values(), strict=True)]
-    return [sum(per_row[step * batch_size :][:batch_size]) for step in range(steps)]
-
-
-def record_steps() -> dict[str, list[float]]:
-    """Record the loss of each `backward` and the norm of each gradient that is clipped, in the result."""
-    recorded: dict[str, list[float]] = {"loss": [], "gradient norm": []}
-    backward, clip = torch.Tensor.backward, torch.nn.utils.clip_grad_norm_
-
-    def recording(loss: torch.Tensor, *words: Any, **kwargs: Any) -> None:
-        recorded["loss"].append(loss.item())
-        backward(loss, *words, **kwargs)
-
-    def clip_recording(*words: Any, **kwargs: Any) -> torch.Tensor:
-        norm = clip(*words, **kwargs)
-        recorded["gradient norm"].append(float(norm))
-        return norm
-
-    torch.Tensor.backward = recording  # type: ignore[method-assign]
-    torch.nn.utils.clip_grad_norm_ = clip_recording
-    return recorded
-
-
 def take_part(
     side: str, name: str, args: argparse.Namespace, directory: Path, turns: tuple[Any, Any, Any], results: Any
 ) -> None:
-    """Train one side of a stage in a process of its own, and report losses, norms, seconds, memory and rows."""
+    """Train one side of a stage in a process of its own, and report its log, seconds and memory."""
     torch.set_num_threads(args.threads)
-    recorded, stage = record_steps(), STAGES[name]
-    answers = FixedAnswers(load_tokenizer(str(directory / side)), directory)
-    if stage.trainer == "grpo":
-        GenerationMixin.generate = lambda model, *words, **kwargs: answers(*words, **kwargs)  # type: ignore
-    trainer, rows = (build_ours if side == "ours" else build_trl)(stage, args, directory)
+    if STAGES[name].trainer == "grpo":
+        GenerationMixin.generate = fixed_answers(load_tokenizer(str(directory / side)), directory)  # type: ignore
+    trainer = (build_ours if side == "ours" else build_trl)(STAGES[name], args, directory)
     clock = Turns(*turns)
     trainer.add_callback(clock)
     trainer.train()
-    rows = comparable(rows)
-    tokens = answers.num_tokens or count_tokens(rows, stage.batch_size, args.steps)
-    found = {**recorded, "seconds": clock.seconds, "tokens": tokens, "peak_bytes": clock.peak, "rows": rows}
-    results.put((side, found))
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found: dict[str, Any] = {measure: [entry[measure] for entry in log] for measure in ("loss", "grad_norm")}
+    # Both count the tokens so far, without padding.
+    counts = [0, *(entry.get("num_tokens", entry.get("num_input_tokens_seen")) for entry in log)]
+    found["tokens"] = [int(end - start) for start, end in itertools.pairwise(counts)]
+    results.put((side, found | {"seconds": clock.seconds, "peak_bytes": clock.peak}))
 
 
 def run_stage(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -399,86 +325,23 @@ def run_stage(name: str, args: argparse.Namespace, directory: Path) -> dict[str,
 
 
 def summarize(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a stage. Raise `RuntimeError` if the sides trained on different rows."""
+    """Return the figures of a stage. Raise `RuntimeError` if the sides trained on different numbers of tokens."""
     ours, theirs = (found[side] for side in SIDES)
-    for what in ("rows", "tokens"):
-        if ours.pop(what) != theirs[what]:
-            raise RuntimeError(f"{name}: the {what} of both sides differ.")
-    theirs.pop("rows")
-    tokens = theirs.pop("tokens")
+    tokens = ours.pop("tokens")
+    if tokens != (others := theirs.pop("tokens")):
+        raise RuntimeError(f"{name}: both sides must have the same rows, but their tokens are {tokens} and {others}.")
+    timed = slice(NUM_WARMUP_STEPS, None)
     for result in (ours, theirs):
-        timed = slice(NUM_WARMUP_STEPS, None)
         result["tokens_per_second"] = sum(tokens[timed]) / sum(result["seconds"][timed])
     differences = {
         measure: max(abs(a - b) for a, b in zip(ours[measure], theirs[measure], strict=True))
-        for measure in ("loss", "gradient norm")
+        for measure in ("loss", "grad_norm")
     }
-    ratios = {what: ours[what] / theirs[what] for what in ("tokens_per_second", "peak_bytes")}
-    steps = {"steps": len(tokens), "tokens": tokens}
-    return {"setting": asdict(STAGES[name]), **steps, "differences": differences, "ratios": ratios} | found
-
-
-def loss_of(path: str, vocab_size: int, device: torch.device) -> Callable[[], None]:
-    """Return a function that computes the loss of a model with one layer of SmolLM2's width, and its gradients."""
-    shape: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": 576, "num_hidden_layers": 1}
-    shape |= {"intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-    shape["tie_word_embeddings"] = True
-    ids = torch.randint(3, vocab_size, LOSS_SHAPE, device=device)
-    if path == "stock Llama":
-        llama = LlamaForCausalLM(LlamaConfig(**shape)).to(device)
-        return lambda: llama(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    model = MiniMindForCausalLM(MiniMindConfig(**shape)).to(device)
-    model.set_attn_implementation("packed")
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    if path == "SFT":
-        return lambda: model(**inputs, skip_logits=True).loss.backward()
-    if path == "SFT, LoRA":
-        model.get_input_embeddings().requires_grad_(False)
-        return lambda: model(**inputs, skip_logits=True).loss.backward()
-    if path == "DPO, GRPO":
-        from trl.trainer.utils import add_fused_lm_head
-
-        add_fused_lm_head(model)
-        return lambda: model(**inputs, fused_lm_head=True).log_probs.sum().backward()
-    # The term uses these three settings alone.
-    settings: Any = SimpleNamespace(device=device, bf16=False, fp16=False)
-    teacher = copy.deepcopy(model).eval().requires_grad_(False)
-    term = TeacherTerm(teacher, DistillationArguments(teacher_name_or_path="a teacher"), settings)
-
-    def distil() -> None:
-        outputs = model(**inputs)
-        (outputs.loss + term(outputs, inputs)).backward()
-
-    return distil
-
-
-def measure_loss(path: str, vocab_size: int, args: argparse.Namespace, results: Any) -> None:
-    """Report the bytes that a loss and its gradients need in addition to the model, in a process of its own."""
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    device = torch.device(args.device)
-    step = loss_of(path, vocab_size, device)
-    reset_peak(device)
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else read_status("VmRSS")
-    step()
-    results.put(read_peak(device) - before)
-
-
-def loss_memory(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the memory of each loss in GiB, by vocabulary; under `whole logits`, the size of one copy of them."""
-    context, table = multiprocessing.get_context("spawn"), {}
-    for vocab_size in args.vocabularies:
-        table[str(vocab_size)] = {"whole logits": 4 * math.prod(LOSS_SHAPE) * vocab_size / 2**30}
-        for path in args.losses:
-            results = context.Queue()
-            process = context.Process(target=measure_loss, args=(path, vocab_size, args, results))
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise RuntimeError(f"The loss of {path} failed with the status {process.exitcode}.")
-            table[str(vocab_size)][path] = results.get() / 2**30
-            print(f"{path}, {vocab_size:,} tokens: {table[str(vocab_size)][path]:.2f} GiB", flush=True)
-    return table
+    # A step of one side follows the same step of the other. The median leaves out steps that something disturbed.
+    pairs = zip(ours["seconds"][timed], theirs["seconds"][timed], strict=True)
+    ratios = {"tokens_per_second": statistics.median(their / our for our, their in pairs)}
+    ratios["peak_bytes"] = ours["peak_bytes"] / theirs["peak_bytes"]
+    return {"setting": asdict(STAGES[name]), "tokens": tokens, "differences": differences, "ratios": ratios} | found
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
@@ -491,7 +354,7 @@ def print_table(results: dict[str, Any]) -> None:
         f"\n{'stage':12}{'loss':>10}{'norm':>10}{'tokens/s':>12}{'TRL':>8}{'ratio':>8}{'GiB':>8}{'TRL':>8}{'ratio':>8}"
     )
     for name, found in results["stages"].items():
-        line = f"{name:12}{found['differences']['loss']:10.1e}{found['differences']['gradient norm']:10.1e}"
+        line = f"{name:12}{found['differences']['loss']:10.1e}{found['differences']['grad_norm']:10.1e}"
         for what, unit, form in (("tokens_per_second", 1, ".0f"), ("peak_bytes", 2**30, ".2f")):
             ours, theirs = (found[side][what] / unit for side in SIDES)
             line += f"{ours:{'12' if unit == 1 else '8'}{form}}{theirs:8{form}}{found['ratios'][what]:8.2f}"
@@ -524,7 +387,7 @@ def main() -> None:
             results["stages"][name] = run_stage(name, args, directory)
             print(name, results["stages"][name]["differences"], results["stages"][name]["ratios"], flush=True)
             write(args.output, results)
-    for size, row in loss_memory(args).items():
+    for size, row in loss_memory(args.losses, args.vocabularies, device=args.device, threads=args.threads).items():
         results["loss_gib"][size] = results["loss_gib"].get(size, {}) | row
     write(args.output, results)
     print_table(results)
