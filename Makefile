@@ -9,6 +9,7 @@
 # make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make bench                                               compare the speed with other programs
+# make real-model                                          compare losses, speed and memory with TRL on a real model
 # make race                                                compare the time to a validation loss with other programs
 # make gpu-check                                           check one GPU in eight minutes, and write gpu-check.md
 # make tokenizer | test | test-quick | test-oldest | test-float8 | faults | quality
@@ -37,7 +38,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: chat-from-scratch teach $(STAGES) chat serve evaluate tokenizer bench race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: chat-from-scratch teach $(STAGES) chat serve evaluate tokenizer bench real-model race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -105,6 +106,10 @@ faults: $(VENV)/.installed-test
 SIZES ?= 26M
 bench: $(VENV)/.installed-trl
 	$(BIN)/python -m benchmarks.bench --sizes $(SIZES) $(ARGS)
+
+# Train SmolLM2-135M with this package and with TRL, in turn, and compare losses, speed and memory.
+real-model: $(VENV)/.installed-peft $(VENV)/.installed-trl
+	$(BIN)/python -m benchmarks.real_model $(ARGS)
 
 # Train side by side with stock Trainer, TRL and a loop like MiniMind's, and compare when they reach the same validation
 # loss. ARGS="--upstream ../minimind" takes a checkout of MiniMind instead of the loop.

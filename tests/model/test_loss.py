@@ -8,7 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
 from hf_pretrain.model import loss as loss_module
-from hf_pretrain.model.loss import find_documents, linear_masked_cross_entropy, masked_cross_entropy, router_loss
+from hf_pretrain.model.loss import (
+    find_documents,
+    linear_masked_cross_entropy,
+    masked_cross_entropy,
+    prediction_weights,
+    router_loss,
+)
 from tests.models import Operators, assert_near, gradients, packed_positions
 
 
@@ -101,10 +107,13 @@ def test_linear_cross_entropy_under_autocast_equals_autocast(batch):
 
 
 def test_linear_cross_entropy_computes_no_unneeded_gradient(batch):
-    hidden, weight, labels, _ = batch
+    hidden, weight, labels, weights = batch
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        linear_masked_cross_entropy(hidden, weight, labels)
-    assert counter.get_total_flops() == 2 * hidden.numel() * len(weight)
+        linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights)
+    # A CPU computes no logits of tokens without weight.
+    num_trained = int((prediction_weights(labels, weights) > 0).sum())
+    assert 0 < num_trained < labels.numel()
+    assert counter.get_total_flops() == 2 * num_trained * hidden.shape[-1] * len(weight)
 
 
 def test_the_loss_without_logits_is_the_same(model, input_ids):
