@@ -26,10 +26,12 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices
+from ..runtime.package_models import find_gguf
 from ..tokenizer.pretrained import load_tokenizer
 from ..training.deepspeed_support import whole_weights
 from ..training.measurements import num_active_parameters
 from ..training.training_arguments import LMTrainingArguments
+from ..weights.importing import load_upstream
 
 
 @dataclass
@@ -63,7 +65,7 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
     Load the whole teacher on every rank, frozen, in float32 and in eval mode.
 
     Args:
-        name_or_path (`str`): a directory or Hub id.
+        name_or_path (`str`): a directory, Hub id, GGUF file or model of the package index.
         tokenizer ([`PreTrainedTokenizerBase`]): the student's tokenizer.
         is_packed (`bool`): whether its rows will hold several documents, separated only by `position_ids`.
 
@@ -73,8 +75,11 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
     """
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
     with whole_weights(), as_user_errors():
-        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
-        teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
+        if (file := find_gguf(name_or_path)) is not None:
+            teacher = load_upstream(file, dtype=torch.float32)
+        else:
+            # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
+            teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
     if isinstance(teacher, MiniMindForCausalLM):
         teacher.set_attn_implementation("packed")
     elif is_packed:

@@ -12,6 +12,8 @@ from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, check_same_vocabulary, load_teacher
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights.exporting import export
+from hf_pretrain.weights.gguf import FILE_NAME
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
 from tests.toys import LikeMPS, check_start_of_workers, write_jsonl
@@ -151,6 +153,12 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path):
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
     with pytest.raises(ValueError, match="LlamaForCausalLM may attend across the documents.*--packing none"):
         load_teacher(str(tmp_path / "llama"), tokenizer)
+
+    # A GGUF file holds weights and tokenizer; models of the package index are such files.
+    ours = MiniMindForCausalLM(MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1)).eval()
+    export(ours, tmp_path / "gguf", "gguf", tokenizer=tokenizer)
+    teacher, ids = load_teacher(str(tmp_path / "gguf" / FILE_NAME), tokenizer), torch.arange(20)[None]
+    torch.testing.assert_close(teacher(ids).logits, ours(ids).logits)
 
     other = train_tokenizer(["quite different letters, so other pairs"] * 5, vocab_size=300)
     with pytest.raises(ValueError, match=r"vocabulary differs from the student.s: id \d+ is '.+' there and '.+' here"):
