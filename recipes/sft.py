@@ -55,7 +55,7 @@ def main(
     # Without --use_peft, `add_adapter` returns the model unchanged.
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     run.callbacks += task_callbacks(task_args, training_args, rows)
-    questions = question_args.callbacks(tokenizer)
+    questions = question_args.callbacks(tokenizer, data_args.enable_thinking)
     run.callbacks += questions
     train(run, rows, model, MaskedLossTrainer)
     if questions and training_args.process_index == 0:

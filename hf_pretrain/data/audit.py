@@ -30,6 +30,7 @@ MAX_SHOWN = 2000
 _READ = {"messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system"}
 _READ |= {"tools", "weight", "loss", "chat_template_kwargs", "role", "from", "content", "value", "tool_calls"}
 _READ |= {"reasoning_content", "reasoning", "thinking"}
+NOTHING = "train nothing: the model would not generate their answers so, or their weights are 0"
 NO_ANSWER = "train nothing: no answer begins within --max_length"
 CUT = "have an answer that --max_length cuts"
 EARLIER = "have answers that are not trained, because the model would not generate them so"
@@ -46,6 +47,7 @@ class Audit:
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the model, with a chat template.
         max_length (`int`): number of tokens after which training cuts a conversation.
+        variables (`dict`): variables of the chat template.
         num_rows (`int`): number of conversations.
         tokens (`Counter`): number of tokens by role, and of the trained ones by answer. `template` counts the others.
         faults (`Counter`): number of conversations with each fault; `first` has the place of the first one.
@@ -55,6 +57,7 @@ class Audit:
 
     tokenizer: PreTrainedTokenizerFast
     max_length: int
+    variables: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
     num_rows: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
@@ -78,14 +81,14 @@ class Audit:
         self.num_rows += 1
         conversation = json.loads(record.text)
         try:
-            ids, numbers = _encode(self.tokenizer, conversation)
+            ids, numbers = self._encode(conversation)
             faults = list(self._find_faults(conversation, ids, numbers))
         except UserError as error:
             ids, numbers, faults = [], [], [f"cannot be trained: {error}"]
         for fault in faults:
             self.faults[fault] += 1
             self.first.setdefault(fault, f"{record.source}:{record.line}")
-        self._count_tokens(conversation["messages"], numbers)
+        self._count_tokens(conversation["messages"], numbers[: self.max_length])
         self.fields.update(_field_names(record.content) - _READ)
         odd = len(ids) / max(1, len(self.tokenizer.decode(ids).encode()))
         for rows, value in ((self.longest, len(ids)), (self.oddest, odd)):
@@ -100,17 +103,21 @@ class Audit:
             self.tokens[role] += (num_tokens := len(self.tokenizer.tokenize(text)))
             self.tokens["template"] -= num_tokens
         for number, count in Counter(numbers).items():
-            self.tokens[f"answer {min(number, 4)}{' and later' * (number > 3)}" if number else "template"] += count
+            answer = f"answer {number}" if 0 < number < 4 else "answers 4 and later" if number > 0 else "answers"
+            self.tokens[answer if number else "template"] += count
 
     def _find_faults(self, conversation: dict[str, Any], ids: list[int], numbers: list[int]) -> Iterator[str]:
         messages = conversation["messages"]
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [place for place, number in enumerate(numbers) if number]
-        if not trained or trained[0] >= self.max_length:
+        if not trained:
+            yield NOTHING
+        elif trained[0] >= self.max_length:
             yield NO_ANSWER
         elif trained[-1] >= self.max_length:
             yield CUT
-        if -1 not in numbers and len({*numbers} - {0}) < len(places):
+        weights = conversation.get("weights") or [1] * len(places)
+        if trained and -1 not in numbers and len({*numbers} - {0}) < sum(weight != 0 for weight in weights):
             yield EARLIER
         special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         # White space may follow the stop token.
@@ -120,10 +127,19 @@ class Audit:
         if bos is not None and ids[:2] == [bos, bos]:
             yield DOUBLE_BOS
         # Without thinking, for an answer without a thought.
-        modes = [conversation.get("chat_template_kwargs", {}).get("enable_thinking"), False]
+        variables = self.variables | conversation.get("chat_template_kwargs", {})
+        modes = [variables.get("enable_thinking"), False]
         prompts = (encode_prompt(self.tokenizer, messages[: places[-1]], conversation.get("tools"), m) for m in modes)
         if places[-1] and not any(ids[: len(prompt)] == prompt for prompt in prompts):
             yield PROMPT
+
+    def _encode(self, conversation: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the tokens of a conversation, and for each the number of the answer that it trains; 0 for others."""
+        variables = self.variables | conversation.get("chat_template_kwargs", {})
+        messages, tools = conversation["messages"], conversation.get("tools")
+        ids, numbers = encode_conversation(self.tokenizer, messages, tools, **variables)
+        left_out = {number for number, weight in enumerate(conversation.get("weights", ()), start=1) if weight == 0}
+        return ids, [0 if number in left_out else number for number in numbers]
 
     def worst(self, number: int) -> list[str]:
         """Return the most frequent faults as lines, with the place of the first conversation that has each."""
@@ -168,7 +184,7 @@ class Audit:
     def _runs(self, record: Record) -> tuple[str, list[tuple[str, str]]]:
         """Return the place of a conversation, and its text in pieces with `trained`, `cut` or neither."""
         try:
-            ids, numbers = _encode(self.tokenizer, json.loads(record.text))
+            ids, numbers = self._encode(json.loads(record.text))
         except UserError as error:
             return f"{record.source}:{record.line}", [("cut", str(error))]
         states = [("trained" if number else "") if i < self.max_length else "cut" for i, number in enumerate(numbers)]
@@ -178,23 +194,24 @@ class Audit:
 
 
 def find_worst(
-    documents: Dataset, tokenizer: PreTrainedTokenizerFast, *, max_length: int, number: int = 2
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    max_length: int,
+    number: int = 2,
+    variables: dict[str, Any] | None = None,
 ) -> list[str]:
     """
     Return the most frequent faults of conversations as lines, from the first [`NUM_CHECKED`] of them.
 
     Args:
         documents ([`Dataset`]): with the single column `text`: conversations in the internal form.
+        tokenizer, max_length, variables: as for [`Audit`].
     """
-    audit = Audit(tokenizer, max_length)
+    audit = Audit(tokenizer, max_length, variables or {})
     for place, text in enumerate(documents[:NUM_CHECKED]["text"], start=1):
         audit.add(Record("conversation", place, None, text, schema="conversation"))
     return audit.worst(number)
-
-
-def _encode(tokenizer: PreTrainedTokenizerFast, conversation: dict[str, Any]) -> tuple[list[int], list[int]]:
-    variables = conversation.get("chat_template_kwargs", {})
-    return encode_conversation(tokenizer, conversation["messages"], conversation.get("tools"), **variables)
 
 
 def _field_names(record: Any) -> set[str]:

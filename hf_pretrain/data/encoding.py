@@ -151,10 +151,14 @@ def encode_conversation(
     Raises:
         `UserError`: if the template fails, or leaves out a part of the conversation.
     """
+    is_marked = has_marks(tokenizer.get_chat_template(tools=tools))
+    if not is_marked:
+        # Templates such as Qwen3's change an answer when a message of the user follows. What follows trains nothing.
+        messages = messages[: max(place for place, m in enumerate(messages) if m["role"] == "assistant") + 1]
     rendered, spans = render_answers(tokenizer, messages, tools, **chat_template_kwargs)
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     numbers = range(1, len(spans) + 1) if len(spans) == len(places) else [-1] * len(spans)
-    if not has_marks(tokenizer.get_chat_template(tools=tools)):
+    if not is_marked:
         # Such templates may drop a thought of an answer that is not trained.
         untrained = {place for place, (start, end) in zip(places, spans, strict=True) if start == end}
         messages = [{**m, "reasoning_content": ""} if i in untrained else m for i, m in enumerate(messages)]

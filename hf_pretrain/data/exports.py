@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 # Seconds of silence after which a chat begins another conversation.
 PAUSE_SECONDS = 3600
@@ -28,13 +32,27 @@ def read_export(value: Any) -> list[dict[str, Any]] | None:
     try:
         value = json.loads(value) if isinstance(value, str) else value
         if isinstance(value, list):
-            found = [_read_chatgpt(conversation) for conversation in value]
+            parts = [_read_whole(conversation) for conversation in value]
+            found = [part for part in parts if part is not None]
+            if not found:
+                return None
+            if len(found) < len(parts):
+                left_out = f"{len(parts) - len(found)} of {len(parts)} conversations"
+                logger.warning(f"{left_out} of ChatGPT's export have another form, and are left out.")
         else:
             chats = value["chats"]["list"] if "chats" in value else [value]
             found = [part for chat in chats if chat["type"] == "personal_chat" for part in _split_chat(chat)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return [{"messages": part} for part in found if {"user", "assistant"} <= {message["role"] for message in part}]
+
+
+def _read_whole(conversation: Any) -> list[dict[str, Any]] | None:
+    """Return the messages of a conversation of ChatGPT's export; `None` for a damaged one."""
+    try:
+        return _read_chatgpt(conversation)
+    except (KeyError, TypeError, AttributeError):
+        return None
 
 
 def _read_chatgpt(conversation: dict[str, Any]) -> list[dict[str, Any]]:

@@ -27,6 +27,11 @@ def read_office_file(path: Path, extension: str, text_column: str | None) -> lis
     try:
         if extension == ".xlsx":
             sheets = pandas.read_excel(file, sheet_name=None, header=None, dtype=str, keep_default_na=False)
+            # A cell with a date has the time of midnight.
+            sheets = {
+                name: sheet.replace(r"^(\d{4}-\d\d-\d\d) 00:00:00$", r"\1", regex=True)
+                for name, sheet in sheets.items()
+            }
             tables = (enumerate(sheet.to_numpy().tolist(), start=1) for sheet in sheets.values())
             return [[(number, row) for number, row in rows if any(row)] for rows in tables]
         text = mammoth.extract_raw_text(file).value if extension == ".docx" else extract_text(file)

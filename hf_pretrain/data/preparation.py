@@ -143,7 +143,8 @@ def _make_rows(
 def _find_worst(data_args: SourceArguments, documents: Any, tokenizer: Any) -> list[str]:
     if isinstance(data_args, DataArguments) and isinstance(documents, Dataset):
         if data_args.kind_name == "conversations":
-            return find_worst(documents, tokenizer, max_length=data_args.max_length)
+            variables = dict(data_args.encoder().chat_template_kwargs)
+            return find_worst(documents, tokenizer, max_length=data_args.max_length, variables=variables)
     return []
 
 

@@ -21,12 +21,17 @@ class EvalQuestionArguments:
         default=None, help="File of prompts with the texts that right answers state, to ask at each evaluation."
     )
 
-    def callbacks(self, tokenizer: PreTrainedTokenizerFast) -> list["EvalQuestions"]:
-        return [] if self.eval_questions is None else [EvalQuestions(self.eval_questions, tokenizer)]
+    def callbacks(
+        self, tokenizer: PreTrainedTokenizerFast, enable_thinking: bool | None = None
+    ) -> list["EvalQuestions"]:
+        if self.eval_questions is None:
+            return []
+        return [EvalQuestions(self.eval_questions, tokenizer, enable_thinking=enable_thinking)]
 
 
 MAX_TOKENS = 64
 MAX_PROMPT_TOKENS = 1024
+BATCH_SIZE = 16
 
 
 class EvalQuestions(AddedFigures):
@@ -38,52 +43,66 @@ class EvalQuestions(AddedFigures):
         path (`str`): a file of prompts, as `recipes/generate.py` reads it. Each record has a field `states`, a list of
             texts, or of lists of texts of which one suffices. A right answer contains them all, in any case.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of the run.
+        enable_thinking (`bool`, *optional*): with or without reasoning, as in the training.
 
     Raises:
         `UserError`: for a record without a prompt or without `states`.
     """
 
-    def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast, *, enable_thinking: bool | None = None):
         super().__init__(self._ask, prints=True)
-        self.prompts = read_prompts(Path(path), tokenizer, encoding="utf-8", max_tokens=MAX_PROMPT_TOKENS)
+        self.prompts = read_prompts(
+            Path(path), tokenizer, encoding="utf-8", max_tokens=MAX_PROMPT_TOKENS, enable_thinking=enable_thinking
+        )
         self.tokenizer = tokenizer
         for record, _ in self.prompts:
-            if not (states := record.get("states")) or not isinstance(states, list):
+            if not (states := record.get("states")) or not isinstance(states, list) or [] in states:
                 raise UserError(f"--eval_questions {path}: {record} has no list `states` of what a right answer says.")
         if not self.prompts:
             raise UserError(f"--eval_questions {path} holds no question.")
-        # The answers of each evaluation.
-        self.answers: list[list[str]] = []
+        # The step and the answers of each evaluation.
+        self.step = 0
+        self.answers: list[tuple[int, list[str]]] = []
+
+    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
+        self.step = state.global_step
+        super().on_evaluate(args, state, control, model=model, metrics=metrics, **kwargs)
 
     def _ask(self, model: PreTrainedModel) -> dict[str, float]:
         settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         prompts = [ids for _, ids in self.prompts]
-        ids = generate(model, self.tokenizer, prompts, max_new_tokens=MAX_TOKENS, **settings)
-        self.answers.append([self.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in ids])
-        return {"eval_recall": sum(self._are_right(self.answers[-1])) / len(prompts)}
+        answers = []
+        for start in range(0, len(prompts), BATCH_SIZE):
+            batch = prompts[start : start + BATCH_SIZE]
+            ids = generate(model, self.tokenizer, batch, max_new_tokens=MAX_TOKENS, **settings)
+            answers += [self.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in ids]
+        self.answers.append((self.step, answers))
+        return {"eval_recall": sum(self._are_right(answers)) / len(prompts)}
 
     def _are_right(self, answers: Sequence[str]) -> list[bool]:
         return [_says(answer, record["states"]) for answer, (record, _) in zip(answers, self.prompts, strict=True)]
 
     def format_table(self, *, limit: int = 10) -> str:
-        """Return the first questions with their answers of the first and of the last evaluation."""
-        first, last = self.answers[0], self.answers[-1]
-        lines = ["", f"Questions: {sum(self._are_right(first))} of {len(first)} right before the training"]
-        lines[-1] += f", {sum(self._are_right(last))} after it"
+        """Return the first questions with their answers of the first and of the last evaluation of this process."""
+        if not self.answers:
+            return "No evaluation asked the questions of --eval_questions."
+        (start, first), (end, last) = self.answers[0], self.answers[-1]
+        counts = [sum(self._are_right(answers)) for answers in (first, last)]
+        lines = ["", f"Questions: {counts[0]} of {len(first)} right at step {start}, {counts[1]} at step {end}"]
         marks = ["wrong", "right"]
         both = zip(self.prompts, first, last, self._are_right(first), self._are_right(last), strict=True)
         for (record, _), before, after, was_right, is_right in list(both)[:limit]:
             prompt = record["prompt"] if isinstance(record.get("prompt"), str) else str(record.get("messages"))
             lines += [
                 prompt,
-                f"  before, {marks[was_right]}: {_line(before)}",
-                f"  after, {marks[is_right]}: {_line(after)}",
+                f"  step {start}, {marks[was_right]}: {_line(before)}",
+                f"  step {end}, {marks[is_right]}: {_line(after)}",
             ]
         return "\n".join(lines)
 
 
 def _says(answer: str, states: Sequence[Any]) -> bool:
-    texts = [[text] if isinstance(text, str) else text for text in states]
+    texts = [text if isinstance(text, list) else [text] for text in states]
     return all(any(str(text).casefold() in answer.casefold() for text in texts_of_one) for texts_of_one in texts)
 
 

@@ -86,5 +86,7 @@ def read_gguf_file(path: Path) -> GGUFFile:
     except (OSError, ValueError, KeyError, TypeError, struct.error, ZeroDivisionError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"There is no file {path}. Check the name.") from error
         raise UserError(f"{path} is damaged, or no GGUF file: {error}. Download it again.") from error
     return GGUFFile(fields, tensors)

@@ -79,11 +79,10 @@ def check_is_whole(
     """
     for message in guard_control_tokens(tokenizer, messages):
         parts = [message["content"], *([message.get("reasoning_content", "")] if has_thoughts else [])]
-        absent = next((part for part in parts if part.strip() not in rendered), None)
-        for name in (call["name"] for call in message.get("tool_calls", [])):
-            # Templates write a name as it is or as JSON, which escapes some characters.
-            if name.strip() not in rendered and json.dumps(name, ensure_ascii=False)[1:-1] not in rendered:
-                absent = name
+        parts += [call["name"] for call in message.get("tool_calls", [])]
+        # Templates write a text as it is or as JSON, which escapes some characters.
+        forms = {part: (part.strip(), json.dumps(part, ensure_ascii=False)[1:-1]) for part in parts}
+        absent = next((part for part in parts if not any(form in rendered for form in forms[part])), None)
         if absent is not None:
             raise UserError(
                 f"The chat template leaves {absent[:80]!r} out, in a message of the {message['role']}. Pass a "

@@ -151,7 +151,7 @@ def template_errors(messages: list[dict[str, Any]]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a user's template may raise any error
-        start = str(messages[0].get("content"))[:80]
+        start = str(messages[0].get("content"))[:80] if messages else ""
         cause = str(error) or type(error).__name__
         raise UserError(
             f"The chat template cannot render the conversation that begins {start!r}: {cause}. "

@@ -23,7 +23,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.gguf_file import GGUFFile, GGUFTensor, read_gguf_file
-from ..tokenizer.control_tokens import encode_prompt, encode_rendered, find_turn_end
+from ..tokenizer.control_tokens import encode_prompt, find_turn_end
 from ..tokenizer.gguf_tokenizer import find_text_split
 from .layouts import is_rotated, stock_layout, to_half_split
 
@@ -62,7 +62,8 @@ def _write_modelfile(tokenizer: PreTrainedTokenizerFast) -> str | None:
     turns = [*([("system", system[1])] if system else []), *messages]
     parts = [f"{role}\n{thought * (role == 'assistant')}{content}<|im_end|>\n" for role, content in turns]
     written = "<|im_start|>" + "<|im_start|>".join([*parts, f"assistant\n{thought}"])
-    if encode_rendered(tokenizer, written)[0] != prompt:
+    # Ollama adds bos where the tokenizer does.
+    if tokenizer(written).input_ids != prompt:
         return None
     line = f'SYSTEM """{system[1]}"""\n' if system else ""
     return _MODELFILE.read_text(encoding="utf-8") % {"thought": thought, "system": line}
@@ -218,9 +219,8 @@ def read_gguf(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     kind = file.fields.get("general.architecture")
     stock = next((name for name, theirs in ARCHITECTURES.items() if theirs == kind), None)
     if stock is None:
-        raise UserError(
-            f"{path} holds a model of the architecture {kind}. Those that are read: llama, qwen3, qwen3moe."
-        )
+        known = ", ".join(ARCHITECTURES.values())
+        raise UserError(f"{path} holds a model of the architecture {kind}. Those that are read: {known}.")
     fields = _read_config(path, stock, file)
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[kind]
     table = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])

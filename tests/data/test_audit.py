@@ -44,9 +44,9 @@ def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
         for number in range(1, len(record["messages"]) // 2 + 1):
             prompt = encode_prompt(tokenizer, record["messages"][: 2 * number - 1])
             ids = tokenizer.apply_chat_template(record["messages"][: 2 * number]).input_ids
-            # The template writes a line break behind the stop token.
-            num_answers[number] += len(ids) - len(prompt) - 1
-        total += len(ids)
+            # The template writes a line break behind the stop token. Only tokens within the length count.
+            num_answers[number] += max(min(len(ids) - 1, 60) - len(prompt), 0)
+        total += min(len(ids), 60)
     assert f"Conversations        3, {total} tokens" in text
     for number, count in num_answers.items():
         assert f"Tokens, trained      {count / total:.1%}: answer {number}" in text
@@ -96,3 +96,11 @@ def test_the_page_colours_what_is_trained_and_cut(tmp_path, tokenizer):
     assert unescape(spans[0][1] + spans[1][1]) == tokenizer.decode(ids[:40])
     with pytest.raises(UserError, match="--page shows conversations. Pass --tokenizer"):
         inspect_data(["embedded:idiom"], page=str(page))
+
+
+def test_weights_and_variables(tokenizer):
+    first, second = turn("two?", "It is four."), turn("and?", "two")
+    unweighted = {"messages": [first[0], first[1] | {"weight": 0}, second[0], second[1] | {"weight": 0}]}
+    documents = Dataset.from_dict({"text": [read_conversation({"messages": first}), read_conversation(unweighted)]})
+    (line,) = find_worst(documents, tokenizer, max_length=100, variables={"enable_thinking": False})
+    assert line.startswith("50.0% of 2 conversations train nothing") and "weights are 0" in line

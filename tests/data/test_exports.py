@@ -63,7 +63,10 @@ def test_conversations_of_chatgpt(tmp_path):
     circle["mapping"]["0"]["parent"] = "1"
     path.write_text(json.dumps([circle]), encoding="utf-8")
     assert [len(contents(record)) for record in read_records([str(path)])] == [len(circle["mapping"])]
-    path.write_text(json.dumps([branches, {**circle, "mapping": {"1": 7}}]), encoding="utf-8")
+    damaged = {**circle, "mapping": {"1": 7}}
+    path.write_text(json.dumps([branches, damaged]), encoding="utf-8")
+    assert [contents(record) for record in read_records([str(path)])] == [contents(first)]
+    path.write_text(json.dumps([damaged, damaged]), encoding="utf-8")
     with pytest.raises(ValueError, match="2 x no conversation: its fields are title, mapping, current_node"):
         load_documents([str(path)], schema="conversation", max_rejected_ratio=1.0)
 

@@ -100,7 +100,7 @@ def test_a_sheet_is_a_table(tmp_path):
     write_xlsx(path, rows, empty=[], more=[["question", "answer"], ["=1+1", "of a formula"], ["more?", "1"]])
     found = [(number, parse_json(content)) for number, content in read_file(path, text_column=None)]
     assert found == [
-        (2, {"question": "2+2?", "answer": "4", "day": str(day)}),
+        (2, {"question": "2+2?", "answer": "4", "day": "2024-01-02"}),
         (4, {"question": "half?", "answer": "0.5", "day": ""}),
         (5, {"question": "NA", "answer": "True", "day": ""}),
         # Its value is not in the file.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_pretrain.evaluation.eval_questions import MAX_TOKENS, EvalQuestionArguments, EvalQuestions
+from hf_pretrain.evaluation.eval_questions import BATCH_SIZE, MAX_TOKENS, EvalQuestionArguments, EvalQuestions
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import set_stop_tokens
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -49,21 +49,38 @@ def test_the_share_of_right_answers(tmp_path, model, tokenizer):
     records = [{"prompt": question, "states": said} for question, said in zip(QUESTIONS, states, strict=True)]
     questions = EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", records), tokenizer)
     assert questions._ask(model) == {"eval_recall": pytest.approx(2 / 3)}
-    assert questions.answers == [answers]
+    assert questions.answers == [(0, answers)]
+    questions.step = 8
     assert questions._ask(model) and len(questions.answers) == 2
     table = questions.format_table()
-    assert "2 of 3 right before the training, 2 after it" in table
-    assert table.count("before, right") == table.count("after, right") == 2
-    assert table.count("before, wrong") == 1 and all(question in table for question in QUESTIONS)
+    assert "2 of 3 right at step 0, 2 at step 8" in table
+    assert table.count("step 0, right") == table.count("step 8, right") == 2
+    assert table.count("step 0, wrong") == 1 and all(question in table for question in QUESTIONS)
 
 
 @pytest.mark.parametrize(
     ("records", "message"),
-    [([{"prompt": "two?"}], "has no list `states`"), ([{"prompt": "two?", "states": "four"}], "has no list `states`")],
+    [
+        ([{"prompt": "two?"}], "has no list `states`"),
+        ([{"prompt": "two?", "states": "four"}], "has no list `states`"),
+        ([{"prompt": "two?", "states": [[]]}], "has no list `states`"),
+    ],
 )
 def test_questions_without_known_answers_are_refused(tmp_path, tokenizer, records, message):
     with pytest.raises(UserError, match=message):
         EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", records), tokenizer)
+
+
+def test_numbers_and_thinking(tmp_path, tokenizer):
+    records = [{"prompt": "How many?", "states": [[4, "four"]]}] * (BATCH_SIZE + 1)
+    path = write_jsonl(tmp_path / "questions.jsonl", records)
+    questions = EvalQuestions(path, tokenizer, enable_thinking=False)
+    assert questions._are_right(["There are 4."] * len(records)) == [True] * len(records)
+    assert questions.format_table() == "No evaluation asked the questions of --eval_questions."
+    user = [{"role": "user", "content": "How many?"}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, enable_thinking=False).input_ids
+    assert questions.prompts[0][1] == prompt
+    assert questions._ask(toy_model(vocab_size=400).eval()) and len(questions.answers[0][1]) == BATCH_SIZE + 1
 
 
 def test_no_file_asks_nothing(tokenizer):

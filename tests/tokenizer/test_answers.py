@@ -200,3 +200,18 @@ def test_smollm2():
     trained = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight])
     assert trained == "Because it is.<|im_end|>\nSo what.<|im_end|>\n"
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CONVERSATIONS[1], tokenize=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_2"])
+def test_greetings_and_questions_without_answer(base, name):
+    """A conversation may begin with the assistant and end with the user. The answer between them is trained."""
+    tokenizer = with_template(base, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    messages = [assistant("Hello."), user("Why?"), assistant("Because."), user("And?")]
+    ids, numbers = encode_conversation(tokenizer, messages)
+    trained = tokenizer.decode([token for token, number in zip(ids, numbers, strict=True) if number])
+    assert "Because." in trained and set(numbers) <= {0, 2}
+    # These templates write results of tools as JSON.
+    result = {"role": "tool", "content": '{"temp": 5, "place": "Bergen \u00e9"}'}
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]}
+    _, numbers = encode_conversation(tokenizer, [user("2+2?"), call, result, assistant("4.")])
+    assert 2 in numbers
