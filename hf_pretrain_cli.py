@@ -264,9 +264,10 @@ def print_list() -> None:
             # Below the quotes.
             print(f"  {name:14}{(RECIPES / f'{name}.py').read_text(encoding='utf-8').splitlines()[1]}")
     print("Presets (--preset):")
-    for path in sorted(RECIPES.glob("*/pretrain.yaml")):
-        if path.parent.name != "base":
-            print(f"  {path.parent.name:18}{path.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
+    # The first line of its file describes a preset, for pretraining if it has one.
+    files = {path.parent.name: path for stage in ("sft", "pretrain") for path in RECIPES.glob(f"*/{stage}.yaml")}
+    for name in sorted(files.keys() - {"base"}):
+        print(f"  {name:18}{files[name].read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
     print("Data (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file")

@@ -113,10 +113,19 @@ def linear_masked_cross_entropy(
         hidden_states, weight = hidden_states.detach(), weight.detach()
     hidden_states, divisor = hidden_states.flatten(0, 1), _divisor(weights, num_items_in_batch)
     if hidden_states.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Most tokens of conversations have no weight. On a GPU, the selection would wait for the device.
-        trained = weights.nonzero().squeeze(-1)
-        hidden_states, targets, weights = hidden_states[trained], targets[trained], weights[trained]
+        hidden_states, targets, weights = _weighted_rows(hidden_states, targets, weights)
     return _LinearCrossEntropy.apply(hidden_states, weight, targets, weights) / divisor
+
+
+def _weighted_rows(hidden_states: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """
+    Return the rows whose weight, in the last tensor of shape `(num_tokens,)`, is not 0. Most tokens of conversations
+    have no weight.
+
+    This is for CPUs. On a GPU, the host would wait for the number of rows.
+    """
+    rows = others[-1].nonzero().squeeze(-1)
+    return tuple(tensor[rows] for tensor in (hidden_states, *others))
 
 
 def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
