@@ -108,17 +108,23 @@ def remove_leftovers(output_dir: str | Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def find_newest_run(directory: str = "out") -> str:
+def find_newest_run(directory: str = "out", *, with_adapters: bool = False) -> str:
     """
     Return the directory in `directory` that holds the MiniMind language model with the newest weights.
+
+    Args:
+        directory (`str`): the directory of the runs.
+        with_adapters (`bool`): whether an adapter is such a model, too.
 
     Raises:
         `UserError`: if there is none.
     """
     runs = {}
-    for config in Path(directory).glob("*/config.json"):
+    names = ("config.json", "adapter_config.json") if with_adapters else ("config.json",)
+    for config in (path for name in names for path in Path(directory).glob(f"*/{name}")):
         # Use the weights' time, not the directory's: later commands add logs and evaluations to old runs.
-        times = [path.stat().st_mtime for path in config.parent.glob("model*.safetensors")]
+        weights = "adapter_model" if config.name == "adapter_config.json" else "model*"
+        times = [path.stat().st_mtime for path in config.parent.glob(f"{weights}.safetensors")]
         # Without a tokenizer, the run in the directory is not finished, and its config may be incomplete.
         is_finished = times and (config.parent / "tokenizer.json").is_file()
         try:
@@ -127,7 +133,8 @@ def find_newest_run(directory: str = "out") -> str:
             logger.warning(f"{error} Its directory is left out.")
             continue
         # Other models may lie in out/, such as exports to llama, and reward models, which write no text.
-        if fields.get("model_type") == "minimind" and _REWARD_MODEL not in (fields.get("architectures") or []):
+        is_model = fields.get("model_type") == "minimind" and _REWARD_MODEL not in (fields.get("architectures") or [])
+        if is_model or fields.get("task_type") == "CAUSAL_LM":
             runs[str(config.parent)] = max(times)
     if not runs:
         raise UserError(

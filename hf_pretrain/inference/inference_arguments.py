@@ -59,7 +59,7 @@ def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTr
     """
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
-    args.model_name_or_path = name = args.model_name_or_path or find_newest_run()
+    args.model_name_or_path = name = args.model_name_or_path or find_newest_run(with_adapters=True)
     tokenizer = load_tokenizer(name)
     # load_model also converts MiniMind's own checkpoints and applies adapters.
     model_args = ModelArguments(model_name_or_path=name, inference_rope_scaling=args.inference_rope_scaling)

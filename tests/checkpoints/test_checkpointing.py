@@ -1,6 +1,7 @@
 """The choice of the checkpoint that a run resumes from, rotation, and saving of the model."""
 
 import errno
+import json
 import os
 import shutil
 import time
@@ -243,5 +244,14 @@ def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
     (tmp_path / "unfinished/config.json").write_text("{")
     (tmp_path / "unfinished/model.safetensors").unlink()
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
+    # `chat` also talks to a newer adapter, but not to that of a reward model.
+    for seconds, task in ((8, "CAUSAL_LM"), (9, "SEQ_CLS")):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "adapter_config.json").write_text(json.dumps({"task_type": task}))
+        for file in ("tokenizer.json", "adapter_model.safetensors"):
+            (tmp_path / task / file).touch()
+            os.utime(tmp_path / task / file, (seconds, seconds))
+    assert find_newest_run(str(tmp_path)) == str(tmp_path / "second")
+    assert find_newest_run(str(tmp_path), with_adapters=True) == str(tmp_path / "CAUSAL_LM")
     os.utime(tmp_path / "first/model.safetensors", (9, 9))
     assert find_newest_run(str(tmp_path)) == str(tmp_path / "first")
