@@ -16,7 +16,6 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm
 
 
-# The last one is measured only if it is asked for: with 151,936 tokens, it needs about 17 GiB.
 LOSSES = ("stock Llama", "SFT", "SFT, LoRA", "DPO, GRPO", "distillation")
 SHAPE = (4, 1024)
 
@@ -57,9 +56,14 @@ def loss_of(path: str, vocab_size: int, device: torch.device) -> Callable[[], No
         model.get_input_embeddings().requires_grad_(path == "SFT")
         return lambda: model(**inputs, skip_logits=True).loss.backward()
     if path == "DPO, GRPO":
+        from accelerate import Accelerator
         from trl.trainer.utils import add_fused_lm_head
 
+        from hf_pretrain.stages.log_probs import replace_head
+
         add_fused_lm_head(model)
+        if device.type == "cpu":
+            replace_head(model, accelerator=Accelerator(cpu=True), temperature=1.0, figures=("log_probs",))
         return lambda: model(**inputs, fused_lm_head=True).log_probs.sum().backward()
     # The term uses these three settings alone.
     settings: Any = SimpleNamespace(device=device, bf16=False, fp16=False)
@@ -67,8 +71,8 @@ def loss_of(path: str, vocab_size: int, device: torch.device) -> Callable[[], No
     term = TeacherTerm(teacher, DistillationArguments(teacher_name_or_path="a teacher"), settings)
 
     def distil() -> None:
-        outputs = model(**inputs)
-        (outputs.loss + term(outputs, inputs)).backward()
+        outputs = model(**inputs, row_loss=term(inputs), skip_logits=True)
+        (outputs.loss + outputs.row_loss).backward()
 
     return distil
 

@@ -369,9 +369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES), help="stages to compare")
     parser.add_argument("--vocabularies", nargs="*", type=int, default=VOCABULARIES, help="sizes for the losses")
-    parser.add_argument(
-        "--losses", nargs="*", choices=LOSSES, default=LOSSES[:-1], help="losses whose memory to measure"
-    )
+    parser.add_argument("--losses", nargs="*", choices=LOSSES, default=LOSSES, help="losses whose memory to measure")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast; by default float32")

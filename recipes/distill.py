@@ -47,7 +47,7 @@ def main(
     # Without --use_peft, `add_adapter` returns the model unchanged.
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     term = TeacherTerm(teacher, distillation_args, training_args)
-    train(run, rows, model, MaskedLossTrainer, terms=[term])
+    train(run, rows, model, MaskedLossTrainer, term=term)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ The sums run over all micro-batches of all ranks. With `router_aux_loss_level="b
 over each micro-batch instead, and depends on its size. This file travels to the Hub with every checkpoint.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -107,25 +109,35 @@ def linear_masked_cross_entropy(
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
+    rows = slice(None) if torch.compiler.is_compiling() else weighted_rows(weights)
+    total = linear_loss(hidden_states, weight, _CrossEntropy(rows, targets[rows], weights[rows]))
+    return total / _divisor(weights, num_items_in_batch)
+
+
+def linear_loss(hidden_states: torch.Tensor, weight: torch.Tensor, loss: "RowLoss | _CrossEntropy") -> torch.Tensor:
+    """
+    Return the sum of a loss of the logits `hidden_states @ weight.T`, a scalar, as [`linear_masked_cross_entropy`]
+    computes it.
+
+    Args:
+        hidden_states, weight: as there.
+        loss ([`RowLoss`]): the loss.
+    """
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
         hidden_states, weight = hidden_states.detach(), weight.detach()
-    hidden_states, divisor = hidden_states.flatten(0, 1), _divisor(weights, num_items_in_batch)
-    if hidden_states.device.type == "cpu" and not torch.compiler.is_compiling():
-        hidden_states, targets, weights = _weighted_rows(hidden_states, targets, weights)
-    return _LinearCrossEntropy.apply(hidden_states, weight, targets, weights) / divisor
+    return _LinearLoss.apply(hidden_states.flatten(0, 1)[loss.rows], weight, loss)
 
 
-def _weighted_rows(hidden_states: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def weighted_rows(weights: torch.Tensor) -> torch.Tensor | slice:
     """
-    Return the rows whose weight, in the last tensor of shape `(num_tokens,)`, is not 0. Most tokens of conversations
-    have no weight.
+    Return an index of the tokens whose weight, in a tensor of shape `(num_tokens,)`, is not 0. Most tokens of
+    conversations have no weight.
 
-    This is for CPUs. On a GPU, the host would wait for the number of rows.
+    This is for CPUs. On a GPU, the host would wait for the number of tokens, so there the index is that of all tokens.
     """
-    rows = others[-1].nonzero().squeeze(-1)
-    return tuple(tensor[rows] for tensor in (hidden_states, *others))
+    return weights.nonzero().squeeze(-1) if weights.device.type == "cpu" else slice(None)
 
 
 def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,19 +160,65 @@ def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | N
     return torch.where(weights.sum() > 0, weights.sum(), 1.0)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+@dataclass
+class RowLoss:
     """
-    `sum of weights * CE(hidden_states @ weight.T, targets)` in float32, with gradients computed in the forward pass.
+    A loss of the logits of some tokens, such as a teacher's: the head computes it in chunks of these tokens.
+
+    Args:
+        rows (`torch.LongTensor` or `slice`): index of the tokens among the `batch_size * seq_len` of a micro-batch.
+        loss (`Callable`): takes logits of shape `(num_tokens, vocab_size)` in float32 and the index of these tokens
+            among `rows`, and returns the sum of their losses, a scalar in float32.
+    """
+
+    rows: torch.Tensor | slice
+    loss: Callable[[torch.Tensor, slice], torch.Tensor]
+
+    def sum_over(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses, given the logits `(batch_size, seq_len, vocab_size)` of the micro-batch."""
+        return self.loss(logits.flatten(0, 1)[self.rows].float(), slice(None))
+
+    def differentiate(self, logits: torch.Tensor, part: slice, wants_gradient: bool) -> tuple:
+        """Return the sum of the losses of a chunk, and its gradient by the logits if it is wanted."""
+        with torch.set_grad_enabled(wants_gradient):
+            total = self.loss(logits.requires_grad_(wants_gradient), part)
+        return total.detach(), torch.autograd.grad(total, logits)[0] if wants_gradient else None
+
+
+class _CrossEntropy(NamedTuple):
+    """`sum of weights * CE(logits, targets)` of the tokens `rows`, with their targets and weights `(num_tokens,)`."""
+
+    rows: torch.Tensor | slice
+    targets: torch.Tensor
+    weights: torch.Tensor
+
+    def differentiate(self, logits: torch.Tensor, part: slice, wants_gradient: bool) -> tuple:
+        """Return the sum, and its gradient by the logits if it is wanted."""
+        targets, weights = self.targets[part], self.weights[part]
+        log_probs = logits.log_softmax(dim=-1)
+        # A label of -100 has weight 0, so any valid index may replace it.
+        chosen = targets.masked_fill(targets == IGNORE_INDEX, 0).unsqueeze(-1)
+        total = -(log_probs.gather(-1, chosen).squeeze(-1) * weights).sum()
+        if not wants_gradient:
+            return total, None
+        # d CE / d logits = softmax - one_hot, computed in place.
+        gradient = log_probs.exp_()
+        gradient.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=torch.float32))
+        return total, gradient.mul_(weights.unsqueeze(-1))
+
+
+class _LinearLoss(torch.autograd.Function):
+    """
+    The sum of a loss of the logits `hidden_states @ weight.T`, with gradients computed in the forward pass.
 
     Loss and gradients need the same logits, so computing both at once saves a second matrix product per chunk.
     Backward multiplies the stored gradients by the gradient of the sum.
 
-    Shapes: `hidden_states` `(num_tokens, hidden_size)`, `weight` `(vocab_size, hidden_size)`, `targets` and `weights`
-    `(num_tokens,)`, the result a scalar.
+    Shapes: `hidden_states` `(num_tokens, hidden_size)`, `weight` `(vocab_size, hidden_size)`, the result a scalar.
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, targets, weights):
+    def forward(ctx, hidden_states, weight, loss: _CrossEntropy | RowLoss):
         device = hidden_states.device.type
         # Cast as autocast would, once instead of once per chunk.
         hidden, matrix = (part.to(compute_dtype(part)) for part in (hidden_states, weight))
@@ -174,17 +232,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
-                # (num_rows, vocab_size)
-                log_probs = (hidden[rows] @ matrix.T).float().log_softmax(dim=-1)
-                # A label of -100 has weight 0, so any valid index may replace it.
-                chosen = targets[rows].masked_fill(targets[rows] == IGNORE_INDEX, 0).unsqueeze(-1)
-                total -= (log_probs.gather(-1, chosen).squeeze(-1) * weights[rows]).sum()
-                if not wants_hidden and not wants_weight:
+                logits = (hidden[rows] @ matrix.T).float()
+                part, grad_logits = loss.differentiate(logits, rows, wants_hidden or wants_weight)
+                total += part
+                if grad_logits is None:
                     continue
-                # d CE / d logits = softmax - one_hot, computed in place.
-                grad_logits = log_probs.exp_()
-                grad_logits.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=torch.float32))
-                grad_logits = grad_logits.mul_(weights[rows].unsqueeze(-1)).to(hidden.dtype)
+                grad_logits = grad_logits.to(hidden.dtype)
                 if wants_hidden:
                     # Write into the result, so that no second buffer of this size is needed.
                     torch.mm(grad_logits, matrix, out=grad_hidden[rows])
@@ -198,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_total):
         # A saved gradient is None where its input needed none.
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None, None
+        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None
 
 
 class Documents(NamedTuple):
@@ -313,17 +366,25 @@ def router_loss(
 
 
 class MiniMindLMHead(nn.Linear):
-    """Language-modelling head: returns logits or, given labels, the loss without all logits in memory."""
+    """Language-modelling head: returns logits or, given labels, losses without all logits in memory."""
 
-    def forward(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        row_loss: RowLoss | None = None,
+        **kwargs,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Return logits, or the scalar loss of `labels`.
+        Return logits or, given labels, the scalar loss of `labels`, and the sum of `row_loss`.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
             labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): as in
                 [`linear_masked_cross_entropy`], which takes `kwargs` and computes the loss.
+            row_loss ([`RowLoss`], *optional*): another loss to compute.
         """
         if labels is None:
             return super().forward(hidden_states)
-        return linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
+        loss = linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
+        return loss, None if row_loss is None else linear_loss(hidden_states, self.weight, row_loss)

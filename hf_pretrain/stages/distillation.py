@@ -13,15 +13,16 @@ with sums over all micro-batches of all ranks, as in `training/step_loss.py`. `K
 or `KL(q || p)` (reverse). `CE` and the router loss come from the student, at temperature 1.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
-from ..model.loss import prediction_weights
+from ..model.loss import RowLoss, prediction_weights, weighted_rows
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError, as_user_errors
@@ -129,30 +130,48 @@ class TeacherTerm:
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
     @torch.no_grad()
-    def _ask(self, inputs: dict[str, torch.Tensor], vocab_size: int) -> torch.Tensor:
+    def _ask(self, inputs: dict[str, torch.Tensor], rows: torch.Tensor | slice) -> Callable[[slice], torch.Tensor]:
         """
-        Return the teacher's log-probabilities at the temperature, `(batch_size, seq_len, vocab_size)` in float32.
+        Ask the teacher about a micro-batch. Return a function that takes an index of some of the tokens `rows` and
+        returns the teacher's logits, `(num_tokens, vocab_size)`.
         """
         names = ["input_ids", "position_ids", "attention_mask"]
-        if isinstance(self.teacher, MiniMindForCausalLM):
+        is_ours = isinstance(self.teacher, MiniMindForCausalLM)
+        if is_ours:
             # Without them, a MiniMind teacher would read the documents from the positions, and wait for the device.
             names += ["cu_seq_lens_q", "max_length_q"]
         given = {name: inputs[name] for name in names if name in inputs}
-        with torch.autocast(self.teacher.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            logits = self.teacher(**given, use_cache=False).logits
-        return (logits[..., :vocab_size].float() / self.arguments.temperature).log_softmax(dim=-1)
+        with self._autocast():
+            if not is_ours:
+                # Others may scale or cap their logits, so these are computed whole.
+                logits = self.teacher(**given, use_cache=False).logits.flatten(0, 1)[rows]
+                return lambda part: logits[part]
+            states = self.teacher.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)[rows]
+        return lambda part: self.teacher.lm_head(states[part])
 
-    def __call__(self, outputs: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return `temperature ** 2 * sum of w * KL` of one micro-batch, a scalar in float32 and nats."""
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.teacher.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> RowLoss:
+        """Return `temperature ** 2 * w * KL` of each token of one micro-batch, in float32 and nats."""
         temperature = self.arguments.temperature
-        # Logits at t predict token t + 1: shift the weights left by one, (batch_size, seq_len).
-        weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1))
-        # Output heads may be wider than the tokenizer, and differ in width.
-        vocab_size = min(outputs.logits.shape[-1], self.teacher.config.vocab_size)
-        # (batch_size, seq_len, vocab_size)
-        student = (outputs.logits[..., :vocab_size].float() / temperature).log_softmax(dim=-1)
-        teacher = self._ask(inputs, vocab_size)
-        p, q = (teacher, student) if self.arguments.kl == "forward" else (student, teacher)
-        # KL(p || q) per position, (batch_size, seq_len)
-        divergences = (p.exp() * (p - q)).sum(dim=-1)
-        return temperature**2 * (divergences * weights).sum()
+        # Logits at t predict token t + 1: shift the weights left by one, (batch_size * seq_len,).
+        weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1)).flatten()
+        rows = weighted_rows(weights)
+        weights, teacher_logits = weights[rows], self._ask(inputs, rows)
+
+        def divergence(logits: torch.Tensor, part: slice) -> torch.Tensor:
+            with torch.no_grad(), self._autocast():
+                teacher = teacher_logits(part)
+            # Output heads may be wider than the tokenizer, and differ in width.
+            vocab_size = min(logits.shape[-1], teacher.shape[-1])
+            # (num_tokens, vocab_size)
+            student, teacher = (
+                (each[:, :vocab_size].float() / temperature).log_softmax(dim=-1) for each in (logits, teacher)
+            )
+            p, q = (teacher, student) if self.arguments.kl == "forward" else (student, teacher)
+            # KL(p || q) per token, (num_tokens,)
+            divergences = (p.exp() * (p - q)).sum(dim=-1)
+            return temperature**2 * (divergences * weights[part]).sum()
+
+        return RowLoss(rows, divergence)

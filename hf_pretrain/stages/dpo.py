@@ -16,6 +16,7 @@ from transformers.hf_argparser import HfArg
 from ..runtime.errors import needing_extra
 from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
+from .log_probs import replace_heads
 from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
 
 
@@ -60,6 +61,7 @@ class MiniMindDPOTrainer(RunTrainer, DPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         connect(self, router_aux_loss_coef=self.router_aux_loss_coef)
+        replace_heads(self, "entropy", "mean_logits", "is_top1", *(["log_sum_sq_probs"] if self.use_weighting else []))
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:
         """Return the dataset unchanged: its rows are tokenized already."""

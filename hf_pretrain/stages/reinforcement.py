@@ -35,6 +35,7 @@ from ..training.resume_check import digest_weights
 from ..training.run import Run
 from ..training.settling import showing
 from ..training.training_arguments import LMTrainingArguments
+from .log_probs import replace_heads
 from .record_template import RecordTemplate
 from .rewards import REWARDS, answer_of, task_check
 from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
@@ -265,6 +266,8 @@ def construct(self: Any, model: PreTrainedModel, *, args: Any = None, run: Run |
     if reference is not None:
         run.fixed_weights["reference model"] = digest_weights(reference.parameters())
         self.ref_model = _prepare_reference(self, reference)
+    if not args.cast_lm_head_to_fp32:
+        replace_heads(self, "entropy", temperature=self.temperature)
 
 
 def _prepare_reference(trainer: Any, reference: PreTrainedModel) -> torch.nn.Module:

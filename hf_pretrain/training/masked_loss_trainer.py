@@ -13,7 +13,7 @@ The order of calls of one optimizer step, with the file of each:
     for each micro-batch:      transformers    Trainer.training_step
       compute_loss               here
         model(**inputs, totals)    model/          the loss as a share of the step
-        combine_losses             step_loss       adds the terms, such as a teacher's
+        combine_losses             step_loss       adds the term, such as a teacher's
         times the number of ranks                  undoes the mean over the ranks below
         finite_check.add_loss      step_loss       a non-finite loss becomes NaN gradients on all ranks
       backward                   accelerate      gradients, averaged over the ranks after the last micro-batch
@@ -23,7 +23,7 @@ The order of calls of one optimizer step, with the file of each:
     on_step_end                stopping        signals; then logs, evaluations, checkpoints
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class MaskedLossTrainer(RunTrainer):
             the same shape with the weights.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*): the tokenizer. It is saved with the
             model.
-        terms (`Sequence[Term]`): further terms of the loss, such as [`~stages.distillation.TeacherTerm`].
+        term ([`Term`], *optional*): a further term of the loss, such as [`~stages.distillation.TeacherTerm`].
         run ([`~training.run.Run`], *optional*): the run of a recipe. Without it, the trainer makes one from `args`.
         model, args, kwargs: as for [`~transformers.Trainer`].
 
@@ -76,7 +76,7 @@ class MaskedLossTrainer(RunTrainer):
         args: TrainingArguments | None = None,
         data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] | None = None,
         *,
-        terms: Sequence[Term] = (),
+        term: Term | None = None,
         run: Run | None = None,
         **kwargs: Any,
     ):
@@ -84,18 +84,18 @@ class MaskedLossTrainer(RunTrainer):
             # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
             data_collator = DataCollatorForPackedRows(base_model_of(model).config.pad_token_id or 0)
         run = run or Run.of_trainer(args, model, kwargs, collator=data_collator)
-        self.terms, self.evaluation = terms, EvaluationSums()
+        self.term, self.evaluation = term, EvaluationSums()
         # Whether only the loss of a batch of the evaluation is wanted; `None` outside evaluations.
         self._wants_loss_alone: bool | None = None
         super().__init__(model, run=run, data_collator=data_collator, **kwargs)
         self._check_arguments()
         # Otherwise, Trainer would count items itself and pass their number to the model.
         self.model_accepts_loss_kwargs = False
-        for term in terms:
+        if term is not None:
             run.others = (*run.others, term.arguments)
             run.fixed_weights |= {role: digest_weights(weights) for role, weights in term.weights.items()}
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-        flops = flops_per_token(base_model_of(self.model)) + sum(term.flops_per_token for term in terms)
+        flops = flops_per_token(base_model_of(self.model)) + (0.0 if term is None else term.flops_per_token)
         peak = known_peak(self.args.device, dtype)
         self.meter = self.figures.meter = Meter(flops, peak, world_size=self.args.world_size, add_up=self._add_up)
 
@@ -162,22 +162,23 @@ class MaskedLossTrainer(RunTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        row_loss = {} if self.term is None else {"row_loss": self.term(inputs)}
         if self._wants_loss_alone is not None:
             # A divisor of 1 gives the sum over the batch.
-            skips_logits = self._wants_loss_alone and not self.terms
-            outputs = model(**inputs, num_items_in_batch=1.0, skip_logits=skips_logits)
+            outputs = model(**inputs, **row_loss, num_items_in_batch=1.0, skip_logits=self._wants_loss_alone)
             return self.evaluation.add(outputs, inputs), outputs
         check_micro_batch(inputs["labels"].numel(), self.args.device.type)
         # Without totals, the caller takes a step of its own, from this batch alone.
         totals: StepTotals = num_items_in_batch or self._begin_step([inputs])
         outputs = model(
             **inputs,
+            **row_loss,
             num_items_in_batch=totals.weights,
             num_documents_in_batch=totals.documents,
             # The model then computes the loss in chunks, without all logits.
-            skip_logits=not self.terms,
+            skip_logits=True,
         )
-        loss, parts = combine_losses(outputs, inputs, totals, self.terms)
+        loss, parts = combine_losses(outputs, totals, self.term)
         self.meter.add_losses(parts)
         # DDP, FSDP and DeepSpeed average the gradients over the ranks. The loss is a share of a sum, so undo the mean.
         loss = loss * self.data_parallel_size
@@ -203,7 +204,7 @@ class MaskedLossTrainer(RunTrainer):
         """
         is_byte_level = isinstance(self.processing_class, PreTrainedTokenizerBase)
         token_bytes = token_byte_lengths(self.processing_class) if is_byte_level else None
-        self.evaluation = EvaluationSums(token_bytes, self.terms)
+        self.evaluation = EvaluationSums(token_bytes, self.term)
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         # Batches without labels, or with the caller's own `compute_loss_func`, have no sums.
         where = f"{description} at step {self.state.global_step}"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..model.loss import find_documents, prediction_weights
+from ..model.loss import RowLoss, find_documents, prediction_weights
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
 
@@ -103,27 +103,26 @@ class Term(Protocol):
     arguments: Any
     weights: dict[str, Sequence[torch.Tensor]]
 
-    def __call__(self, outputs: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the sum of `w * loss` over the tokens of a micro-batch, a scalar in float32."""
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> RowLoss:
+        """Return the loss `w * loss` of each token of a micro-batch, for the model to compute."""
 
 
 def combine_losses(
-    outputs: Any, inputs: dict[str, torch.Tensor], totals: StepTotals, terms: Sequence[Term] = ()
+    outputs: Any, totals: StepTotals, term: Term | None = None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """
     Return a micro-batch's share of the loss of the step, and its parts by their names in the log. All are scalars.
 
     Args:
         outputs: the outputs of the model, which has divided `loss`, `ce_loss` and `aux_loss` by the totals.
-        inputs (`dict[str, torch.Tensor]`): the micro-batch.
         totals ([`StepTotals`]): the totals of the step.
-        terms (`Sequence[Term]`): further terms of the loss.
+        term ([`Term`], *optional*): a further term of the loss, whose sum is `row_loss` of the outputs.
     """
     loss, parts = outputs.loss, {"ce_loss": outputs.ce_loss}
     if outputs.aux_loss is not None:
         parts["aux_loss"] = outputs.aux_loss
-    for term in terms:
-        parts[term.name] = term(outputs, inputs) / totals.weights
+    if term is not None:
+        parts[term.name] = outputs.row_loss / totals.weights
         # `loss` contains the whole cross-entropy.
         loss = loss + term.share * (parts[term.name] - outputs.ce_loss)
     return loss, parts
@@ -135,12 +134,12 @@ class EvaluationSums:
 
     Args:
         token_bytes (`torch.Tensor` of shape `(vocab_size,)`, *optional*): bytes of each token, for bits per byte.
-        terms (`Sequence[Term]`): further terms to evaluate.
+        term ([`Term`], *optional*): a further term to evaluate.
     """
 
-    def __init__(self, token_bytes: torch.Tensor | None = None, terms: Sequence[Term] = ()):
-        self.token_bytes, self.terms = token_bytes, terms
-        # One tensor (3 + number of terms,) per batch: the sums of w * CE, of w, of bytes, and of w * each term.
+    def __init__(self, token_bytes: torch.Tensor | None = None, term: Term | None = None):
+        self.token_bytes, self.term = token_bytes, term
+        # One tensor (3,) or (4,) per batch: the sums of w * CE, of w, of bytes, and of w * the term.
         self._sums: list[torch.Tensor] = []
 
     def add(self, outputs: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -151,7 +150,7 @@ class EvaluationSums:
         if self.token_bytes is not None:
             # A label of -100 cannot be an index; its weight is 0.
             num_bytes = (weights * self.token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
-        values = [outputs.ce_loss, total, num_bytes, *(term(outputs, inputs) for term in self.terms)]
+        values = [outputs.ce_loss, total, num_bytes, *([] if self.term is None else [outputs.row_loss])]
         self._sums.append(torch.stack(values).detach())
         return outputs.ce_loss / total.clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -159,7 +158,7 @@ class EvaluationSums:
         self, gather: Callable[[torch.Tensor], torch.Tensor], *, prefix: str, description: str
     ) -> dict[str, float]:
         """
-        Return `loss` in nats per token, `perplexity`, `bits_per_byte` and the terms; nothing without a batch.
+        Return `loss` in nats per token, `perplexity`, `bits_per_byte` and the term; nothing without a batch.
 
         Args:
             gather (`Callable`): gathers a tensor from all ranks, which have added the same number of batches.
@@ -190,8 +189,8 @@ class EvaluationSums:
         figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if num_bytes:
             figures["bits_per_byte"] = ce_sum / math.log(2) / num_bytes
-        for term, total in zip(self.terms, others, strict=True):
-            figures[term.name.removesuffix("_loss")] = total / weight
+        if self.term is not None:
+            figures[self.term.name.removesuffix("_loss")] = others[0] / weight
         return {f"{prefix}_{name}": value for name, value in figures.items()}
 
 

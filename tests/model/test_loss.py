@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pretrain.model import loss as loss_module
 from hf_pretrain.model.loss import (
+    RowLoss,
     find_documents,
     linear_masked_cross_entropy,
     masked_cross_entropy,
@@ -116,15 +117,28 @@ def test_linear_cross_entropy_computes_no_unneeded_gradient(batch):
     assert counter.get_total_flops() == 2 * num_trained * hidden.shape[-1] * len(weight)
 
 
-def test_the_loss_without_logits_is_the_same(model, input_ids):
+def test_the_losses_without_logits_are_the_same(model, input_ids, monkeypatch):
+    """The loss of the labels, and another one of some tokens: here the entropy, times a weight."""
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 0))
+    monkeypatch.setattr(loss_module, "MIN_ROWS", 4)
     labels = input_ids.masked_fill(packed_positions(2) == 0, -100)
+    rows = torch.arange(input_ids.numel())[1::3]
+    weights, sizes = torch.rand(len(rows)), []
+
+    def entropy(logits: torch.Tensor, part: slice) -> torch.Tensor:
+        sizes.append(len(logits))
+        log_probs = logits.log_softmax(-1)
+        return -((log_probs.exp() * log_probs).sum(-1) * weights[part]).sum()
+
     found = []
     for skip_logits in (False, True):
         model.zero_grad()
-        outputs = model(input_ids, position_ids=packed_positions(2), labels=labels, skip_logits=skip_logits)
+        what = {"labels": labels, "skip_logits": skip_logits, "row_loss": RowLoss(rows, entropy)}
+        outputs = model(input_ids, position_ids=packed_positions(2), **what)
         assert (outputs.logits is None) == skip_logits
-        outputs.loss.backward()
-        found.append((outputs.loss.detach(), gradients(model)))
+        (2 * outputs.loss + 3 * outputs.row_loss).backward()
+        found.append((torch.stack([outputs.loss, outputs.row_loss]).detach(), gradients(model)))
+    assert len(sizes) > 3 and sizes[0] == len(rows) and max(sizes[1:]) == 4
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
     assert_near(found[1][1], found[0][1], 1e-6)
 

@@ -36,7 +36,7 @@ def make_distiller(tmp_path, rows, *, teacher=None, arguments=None, **kwargs):
     flags = {name: kwargs.pop(name) for name in ("kl", "temperature", "ce_weight") if name in kwargs}
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     term = TeacherTerm(teacher or make_teacher(), DistillationArguments("teacher", **flags), args)
-    kwargs = {"batch": 4, "eval_batch": 3, "terms": [term], "arguments": {"max_steps": 1} | (arguments or {})} | kwargs
+    kwargs = {"batch": 4, "eval_batch": 3, "term": term, "arguments": {"max_steps": 1} | (arguments or {})} | kwargs
     trainer = make_trainer(tmp_path, rows, **kwargs)
     # In another order, so that a row of one set never passes for a row of the other set.
     trainer.eval_dataset = rows[::-1]
@@ -224,6 +224,6 @@ def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
 def test_a_term_that_two_trainers_take_has_one_digest(tmp_path):
     first = make_distiller(tmp_path, make_documents(weighted=True))
     again = MaskedLossTrainer(
-        make_model(), first.args, first.data_collator, terms=first.terms, train_dataset=first.train_dataset
+        make_model(), first.args, first.data_collator, term=first.term, train_dataset=first.train_dataset
     )
     assert first.run.fixed_weights["teacher"] == again.run.fixed_weights["teacher"]

@@ -20,10 +20,12 @@ BATCH = {
 CPU = torch.device("cpu")
 
 
-def as_term(value: float, share: float):
-    term = lambda outputs, inputs: torch.tensor(value)  # noqa: E731
-    term.name, term.share = "kl_loss", share
-    return term
+def as_term(share: float) -> SimpleNamespace:
+    return SimpleNamespace(name="kl_loss", share=share)
+
+
+def as_outputs(**losses: float) -> SimpleNamespace:
+    return SimpleNamespace(**{name: torch.tensor(loss) for name, loss in losses.items()})
 
 
 def test_the_totals_of_a_step_are_sums_over_its_micro_batches():
@@ -41,21 +43,21 @@ def test_a_step_of_padding_rows_divides_by_one():
 
 
 def test_a_term_takes_its_share_of_the_cross_entropy():
-    outputs = SimpleNamespace(loss=torch.tensor(3.5), ce_loss=torch.tensor(3.0), aux_loss=torch.tensor(0.25))
+    outputs = as_outputs(loss=3.5, ce_loss=3.0, aux_loss=0.25, row_loss=8.0)
     totals = StepTotals(torch.tensor(4.0), torch.tensor(1.0), torch.tensor(4))
-    loss, parts = combine_losses(outputs, {}, totals, [as_term(8.0, share=0.75)])
+    loss, parts = combine_losses(outputs, totals, as_term(share=0.75))
     # 3.5 holds 3 of cross-entropy and 0.5 of the router. The term is 8 / 4.
     assert loss.item() == 0.25 * 3 + 0.75 * 2 + 0.5
     assert {name: part.item() for name, part in parts.items()} == {"ce_loss": 3.0, "aux_loss": 0.25, "kl_loss": 2.0}
 
 
 def test_an_evaluation_is_one_ratio_of_sums():
-    sums = EvaluationSums(torch.arange(10).float(), [as_term(6.0, share=0.5)])
+    sums = EvaluationSums(torch.arange(10).float(), as_term(share=0.5))
     # float32 would round the sum 2**24 + 11 to an even number.
-    means = [sums.add(SimpleNamespace(ce_loss=torch.tensor(ce)), BATCH).item() for ce in (11.0, 2.0**24)]
+    means = [sums.add(as_outputs(ce_loss=ce, row_loss=6.0), BATCH).item() for ce in (11.0, 2.0**24)]
     assert means == pytest.approx([11 / 5.5, 2**24 / 5.5])
     padding = BATCH | {"labels": torch.full((2, 5), -100)}
-    assert sums.add(SimpleNamespace(ce_loss=torch.tensor(0.0)), padding).item() == 0.0
+    assert sums.add(as_outputs(ce_loss=0.0, row_loss=6.0), padding).item() == 0.0
     figures = sums.figures(lambda tensor: tensor, prefix="test", description="a set")
     assert figures["test_loss"] == (2**24 + 11) / 11 and figures["test_kl"] == 18 / 11
     assert figures["test_perplexity"] == math.exp(700.0)
@@ -71,7 +73,7 @@ def test_an_evaluation_without_tokens_or_with_a_broken_loss_is_refused():
         (torch.nan, BATCH["labels"], FloatingPointError, "a set: eval_loss is nan"),
     ):
         sums = EvaluationSums()
-        sums.add(SimpleNamespace(ce_loss=torch.tensor(ce)), BATCH | {"labels": labels})
+        sums.add(as_outputs(ce_loss=ce), BATCH | {"labels": labels})
         with pytest.raises(error, match=words):
             sums.figures(lambda tensor: tensor, prefix="eval", description="a set")
 

@@ -22,7 +22,7 @@ INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # Functions that read tensors of the host: the late check of the gradient's norm, what runs only on a CPU, the
 # loader and its sampler, and the kernel in place of FlashAttention.
 ON_HOST = {"read", "check_positions", "find_packed_documents", "fetch", "__iter__", "weights_by_document"}
-ON_HOST |= {"_weighted_rows"}
+ON_HOST |= {"weighted_rows"}
 
 
 class Waits(TorchDispatchMode):
@@ -57,7 +57,7 @@ def test_no_step_waits(tmp_path, varlen_kernel, name):
             args=trainer.args,
             data_collator=trainer.data_collator,
             train_dataset=trainer.train_dataset,
-            terms=[TeacherTerm(teacher, DistillationArguments("teacher"), trainer.args)],
+            term=TeacherTerm(teacher, DistillationArguments("teacher"), trainer.args),
         )
     trainer.finite_check.is_late = True
     with Waits(trainer) as waits:
