@@ -329,7 +329,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
-        how = {"logits_to_keep": logits_to_keep, "skip_logits": skip_logits, "row_loss": row_loss}
+        how: dict[str, Any] = {"logits_to_keep": logits_to_keep, "skip_logits": skip_logits, "row_loss": row_loss}
         logits, ce_loss, row_sum = self._predict(outputs.last_hidden_state, labels, **how, **weighting)
         loss, aux_loss = ce_loss, None
         if needs_router_loss:

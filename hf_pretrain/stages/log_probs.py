@@ -1,8 +1,8 @@
 """
 Log-probabilities of answers on a CPU, for TRL's trainers.
 
-TRL's head takes its own fused kernels on a GPU. On a CPU it computes logits of all tokens, although prompts and padding
-have no labels. This head leaves them out, and computes the others in chunks.
+TRL's head takes its own fused kernels on a GPU. On a CPU it computes logits of all tokens, although prompts and
+padding have no labels. This head leaves them out, and computes the others in chunks.
 """
 
 import functools
@@ -22,7 +22,7 @@ from ..weights.adapters import base_model_of
 with needing_extra("trl", "This head needs TRL"):
     from trl.trainer.utils import FusedCausalLMOutput
 
-# Figures of TRL's head. Arguments: logits `(num_tokens, vocab_size)`, their `logsumexp` and the labels `(num_tokens,)`.
+# Figures of TRL's head. Arguments: logits `(num_tokens, vocab_size)`, their `logsumexp` and labels `(num_tokens,)`.
 FIGURES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "log_probs": lambda logits, log_z, labels: logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_z,
     "entropy": lambda logits, log_z, labels: log_z - ((logits - log_z.unsqueeze(-1)).exp() * logits).sum(-1),
@@ -41,8 +41,8 @@ def score_labels(
     figures: Sequence[str],
 ) -> tuple[torch.Tensor, ...]:
     """
-    Return figures of the logits `hidden_states @ weight.T / temperature` of each token. Only one chunk of the logits is
-    in memory; the backward pass computes them again.
+    Return figures of the logits `hidden_states @ weight.T / temperature` of each token. Only one chunk of the logits
+    is in memory; the backward pass computes them again.
 
     Args:
         hidden_states (`torch.Tensor` of shape `(num_tokens, hidden_size)`): output of the last norm.
@@ -92,7 +92,7 @@ def replace_head(model: PreTrainedModel, *, accelerator: Accelerator, temperatur
         with accelerator.autocast():
             states = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
             mask = labels != IGNORE_INDEX
-            how = {"temperature": temperature, "figures": figures}
+            how: dict[str, Any] = {"temperature": temperature, "figures": figures}
             scored = score_labels(states[mask], model.get_output_embeddings().weight, labels[mask], **how)
         # (num_tokens,) -> (batch_size, seq_len - 1), zero where there is no label
         whole = (figure.new_zeros(mask.shape).masked_scatter(mask, figure) for figure in scored)
