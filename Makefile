@@ -50,7 +50,7 @@ LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER))
   $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 
 # Extras of pyproject.toml that single stages need.
-dpo reward grpo: $(VENV)/.installed-trl
+$(shell sed -n '/extra="trl"/s/^ *"\([a-z]*\)".*/\1/p' hf_pretrain/runtime/stages.py): $(VENV)/.installed-trl
 serve: $(VENV)/.installed-$(if $(findstring --web,$(ARGS)),web,serve)
 # Of the tasks, tool_call alone needs no lm-eval.
 evaluate: $(if $(findstring --tasks,$(ARGS)),$(if $(filter tool_call --tasks=tool_call,$(ARGS)),,$(VENV)/.installed-eval))

@@ -21,8 +21,8 @@ from ..inference.tools import load_object, read_schemas
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from ..tokenizer.control_tokens import encode_chat
+from .minimind_rewards import Completion, agent, closed_thought, length, repetition, thought_length, turns_of
 from .record_template import tools_of
-from .rule_rewards import Completion, agent, closed_thought, length, repetition, thought_length, turns_of
 from .scoring_models import load_reward_model
 
 
@@ -102,7 +102,7 @@ def _rule(score: Callable[[str], float]) -> Reward:
 
 @_by_completion
 def agent_reward(completion: Completion, tools: str | None = None, solution: Any = None, **columns: Any) -> float:
-    """Return MiniMind's reward of a rollout with tools, [`~stages.rule_rewards.agent`]."""
+    """Return MiniMind's reward of a rollout with tools, [`~stages.minimind_rewards.agent`]."""
     return agent(turns_of(completion), read_schemas(tools) if tools else [], _values(solution))
 
 

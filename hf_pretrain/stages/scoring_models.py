@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedConfig
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.signals import guard_user_code
 from ..training.deepspeed_support import whole_weights
-from .rule_rewards import Completion, answer_in, calls_in, clip, turns_of
+from .minimind_rewards import Completion, answer_in, calls_in, clip, turns_of
 
 
 class ScoringModel:
