@@ -7,6 +7,7 @@ padding have no labels. This head leaves them out, and computes the others in ch
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -84,8 +85,9 @@ def replace_head(model: PreTrainedModel, *, accelerator: Accelerator, temperatur
     """Let `model(..., labels=labels, fused_lm_head=True)` use [`score_labels`]."""
     forward = model.forward
 
-    @functools.wraps(forward)
-    def scoring_forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    # `generate` reads the signature of the method.
+    @functools.wraps(type(model).forward)
+    def scoring_forward(model: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return forward(*args, **kwargs)
         labels = kwargs.pop("labels")[:, 1:]
@@ -98,4 +100,4 @@ def replace_head(model: PreTrainedModel, *, accelerator: Accelerator, temperatur
         whole = (figure.new_zeros(mask.shape).masked_scatter(mask, figure) for figure in scored)
         return FusedCausalLMOutput(**dict(zip(figures, whole, strict=True)))
 
-    model.forward = scoring_forward
+    model.forward = MethodType(scoring_forward, model)

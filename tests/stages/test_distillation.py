@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, check_same_vocabulary, load_teacher
@@ -145,20 +145,24 @@ def test_a_llama_teaches_rows_that_are_not_packed(tmp_path):
 def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path):
     texts = ["some words to learn from", "and a few others"] * 5
     tokenizer = train_tokenizer(texts, vocab_size=300)
-    llama().save_pretrained(tmp_path / "llama")
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=4)).eval()
+    gpt2.save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="holds no tokenizer.json"):
-        load_teacher(str(tmp_path / "llama"), tokenizer)
-    tokenizer.save_pretrained(tmp_path / "llama")
-    teacher = load_teacher(str(tmp_path / "llama"), tokenizer, is_packed=False)
-    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
-    with pytest.raises(ValueError, match="LlamaForCausalLM may attend across the documents.*--packing none"):
-        load_teacher(str(tmp_path / "llama"), tokenizer)
-
-    # A GGUF file holds weights and tokenizer; models of the package index are such files.
+        load_teacher(str(tmp_path / "gpt2"), tokenizer)
     ours = MiniMindForCausalLM(MiniMindConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1)).eval()
+    models = {"gpt2": gpt2, "llama": llama(), "own": ours}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    # A GGUF file holds weights and tokenizer; models of the package index are such files.
     export(ours, tmp_path / "gguf", "gguf", tokenizer=tokenizer)
-    teacher, ids = load_teacher(str(tmp_path / "gguf" / FILE_NAME), tokenizer), torch.arange(20)[None]
-    torch.testing.assert_close(teacher(ids).logits, ours(ids).logits)
+    ids = torch.arange(20)[None]
+    for name, model in (models | {f"gguf/{FILE_NAME}": ours}).items():
+        teacher = load_teacher(str(tmp_path / name), tokenizer, is_packed=name != "gpt2")
+        assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+        torch.testing.assert_close(teacher(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel may attend across the documents.*--packing none"):
+        load_teacher(str(tmp_path / "gpt2"), tokenizer)
 
     other = train_tokenizer(["quite different letters, so other pairs"] * 5, vocab_size=300)
     with pytest.raises(ValueError, match=r"vocabulary differs from the student.s: id \d+ is '.+' there and '.+' here"):
