@@ -1,8 +1,8 @@
 """What each preset means in each stage, and the table of stages."""
 
 import re
-import subprocess
 import runpy
+import subprocess
 import sys
 import tomllib
 
