@@ -196,6 +196,7 @@ class _CrossEntropy(NamedTuple):
         """Return the sum, and its gradient by the logits if it is wanted."""
         targets, weights = self.targets[part], self.weights[part]
         log_probs = logits.log_softmax(dim=-1)
+        del logits
         # A label of -100 has weight 0, so any valid index may replace it.
         chosen = targets.masked_fill(targets == IGNORE_INDEX, 0).unsqueeze(-1)
         total = -(log_probs.gather(-1, chosen).squeeze(-1) * weights).sum()
@@ -232,8 +233,10 @@ class _LinearLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
-                logits = (hidden[rows] @ matrix.T).float()
-                part, grad_logits = loss.differentiate(logits, rows, wants_hidden or wants_weight)
+                # Without a name, the logits live no longer than the loss needs them.
+                part, grad_logits = loss.differentiate(
+                    (hidden[rows] @ matrix.T).float(), rows, wants_hidden or wants_weight
+                )
                 total += part
                 if grad_logits is None:
                     continue
