@@ -80,14 +80,44 @@ def masked_cross_entropy(
     return (token_losses * weights).sum() / _divisor(weights, num_items_in_batch)
 
 
-def linear_masked_cross_entropy(
+class LossParts(NamedTuple):
+    """
+    What [`linear_loss`] returns: scalars in nats.
+
+    Attributes:
+        loss (`torch.FloatTensor`): the loss.
+        ce_loss, row_loss (`torch.FloatTensor`): its two parts, without gradients if there are two.
+    """
+
+    loss: torch.Tensor
+    ce_loss: torch.Tensor
+    row_loss: torch.Tensor | None = None
+
+
+def whole_loss(
+    logits: torch.Tensor, labels: torch.Tensor, *, row_loss: "RowLoss | None" = None, **weighting
+) -> LossParts:
+    """
+    Compute the loss of [`linear_loss`] from all logits, of shape `(batch_size, seq_len, vocab_size)`. `weighting`
+    holds `loss_mask` and `num_items_in_batch`.
+    """
+    ce_loss = masked_cross_entropy(logits, labels, **weighting)
+    if row_loss is None:
+        return LossParts(ce_loss, ce_loss)
+    divisor = _divisor(_targets(labels, weighting.get("loss_mask"))[1], weighting.get("num_items_in_batch"))
+    part = row_loss.sum_over(logits) / divisor
+    return LossParts((1 - row_loss.share) * ce_loss + row_loss.share * part, ce_loss, part)
+
+
+def linear_loss(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
     *,
     loss_mask: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | float | None = None,
-) -> torch.Tensor:
+    row_loss: "RowLoss | None" = None,
+) -> LossParts:
     """
     Compute `masked_cross_entropy(hidden_states @ weight.T, ...)` without holding the logits of all tokens in memory.
 
@@ -101,33 +131,31 @@ def linear_masked_cross_entropy(
         hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): output of the last norm.
         weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): matrix of the language-modelling head.
         labels, loss_mask, num_items_in_batch: as in [`masked_cross_entropy`].
+        row_loss ([`RowLoss`], *optional*): a loss that replaces a share of the cross-entropy.
 
     Returns:
-        `torch.FloatTensor`: a scalar in nats, as [`masked_cross_entropy`] returns it.
+        [`LossParts`]
 
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
-    rows = slice(None) if torch.compiler.is_compiling() else weighted_rows(weights)
-    total = linear_loss(hidden_states, weight, _CrossEntropy(rows, targets[rows], weights[rows]))
-    return total / _divisor(weights, num_items_in_batch)
-
-
-def linear_loss(hidden_states: torch.Tensor, weight: torch.Tensor, loss: "RowLoss | _CrossEntropy") -> torch.Tensor:
-    """
-    Return the sum of a loss of the logits `hidden_states @ weight.T`, a scalar, as [`linear_masked_cross_entropy`]
-    computes it.
-
-    Args:
-        hidden_states, weight: as there.
-        loss ([`RowLoss`]): the loss.
-    """
+    if row_loss is not None:
+        rows = row_loss.rows
+    else:
+        rows = slice(None) if torch.compiler.is_compiling() else weighted_rows(weights)
+    losses: list[_CrossEntropy | RowLoss] = [_CrossEntropy(targets[rows], weights[rows])]
+    shares = [1.0]
+    if row_loss is not None:
+        losses, shares = [*losses, row_loss], [1 - row_loss.share, row_loss.share]
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
         hidden_states, weight = hidden_states.detach(), weight.detach()
-    return _LinearLoss.apply(hidden_states.flatten(0, 1)[loss.rows], weight, loss)
+    sums = _LinearLoss.apply(hidden_states.flatten(0, 1)[rows], weight, losses, shares)
+    divisor = _divisor(weights, num_items_in_batch)
+    total, *parts = (each / divisor for each in sums)
+    return LossParts(total, *parts) if row_loss is not None else LossParts(total, total)
 
 
 def weighted_rows(weights: torch.Tensor) -> torch.Tensor | slice:
@@ -163,16 +191,19 @@ def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | N
 @dataclass
 class RowLoss:
     """
-    A loss of the logits of some tokens, such as a teacher's: the head computes it in chunks of these tokens.
+    A loss that replaces a share of the cross-entropy, such as a teacher's. The head computes both in chunks of tokens.
 
     Args:
-        rows (`torch.LongTensor` or `slice`): index of the tokens among the `batch_size * seq_len` of a micro-batch.
+        rows (`torch.LongTensor` or `slice`): index, among the `batch_size * seq_len` tokens of a micro-batch, of those
+            that have a weight ([`weighted_rows`]).
         loss (`Callable`): takes logits of shape `(num_tokens, vocab_size)` in float32 and the index of these tokens
-            among `rows`, and returns the sum of their losses, a scalar in float32.
+            among `rows`, and returns the sum of their weighted losses, a scalar in float32.
+        share (`float`): the share, from 0 to 1.
     """
 
     rows: torch.Tensor | slice
     loss: Callable[[torch.Tensor, slice], torch.Tensor]
+    share: float
 
     def sum_over(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses, given the logits `(batch_size, seq_len, vocab_size)` of the micro-batch."""
@@ -186,9 +217,8 @@ class RowLoss:
 
 
 class _CrossEntropy(NamedTuple):
-    """`sum of weights * CE(logits, targets)` of the tokens `rows`, with their targets and weights `(num_tokens,)`."""
+    """`sum of weights * CE(logits, targets)`, whose targets and weights have the shape `(num_tokens,)`."""
 
-    rows: torch.Tensor | slice
     targets: torch.Tensor
     weights: torch.Tensor
 
@@ -210,16 +240,17 @@ class _CrossEntropy(NamedTuple):
 
 class _LinearLoss(torch.autograd.Function):
     """
-    The sum of a loss of the logits `hidden_states @ weight.T`, with gradients computed in the forward pass.
+    The sum of losses of the logits `hidden_states @ weight.T`, each times its share, and the sum of each loss. The
+    gradient of the first result is computed in the forward pass; the others have none.
 
     Loss and gradients need the same logits, so computing both at once saves a second matrix product per chunk.
     Backward multiplies the stored gradients by the gradient of the sum.
 
-    Shapes: `hidden_states` `(num_tokens, hidden_size)`, `weight` `(vocab_size, hidden_size)`, the result a scalar.
+    Shapes: `hidden_states` `(num_tokens, hidden_size)`, `weight` `(vocab_size, hidden_size)`, the results are scalars.
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, loss: _CrossEntropy | RowLoss):
+    def forward(ctx, hidden_states, weight, losses: list["_CrossEntropy | RowLoss"], shares: list[float]):
         device = hidden_states.device.type
         # Cast as autocast would, once instead of once per chunk.
         hidden, matrix = (part.to(compute_dtype(part)) for part in (hidden_states, weight))
@@ -227,17 +258,19 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        total = hidden.new_zeros((), dtype=torch.float32)
+        sums = [hidden.new_zeros((), dtype=torch.float32) for _ in losses]
         # `device == "cpu"` is 0 or 1 and picks one of the two limits.
         num_rows = max(MIN_ROWS, MAX_LOGITS[device == "cpu"] // len(weight))
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
-                # Without a name, the logits live no longer than the loss needs them.
-                part, grad_logits = loss.differentiate(
-                    (hidden[rows] @ matrix.T).float(), rows, wants_hidden or wants_weight
-                )
-                total += part
+                logits, grad_logits = (hidden[rows] @ matrix.T).float(), None
+                for total, loss, share in zip(sums, losses, shares, strict=True):
+                    part, gradient = loss.differentiate(logits, rows, wants_hidden or wants_weight)
+                    total += part
+                    if gradient is not None:
+                        gradient = gradient if share == 1 else gradient.mul_(share)
+                        grad_logits = gradient if grad_logits is None else grad_logits.add_(gradient)
                 if grad_logits is None:
                     continue
                 grad_logits = grad_logits.to(hidden.dtype)
@@ -248,13 +281,14 @@ class _LinearLoss(torch.autograd.Function):
                     grad_weight += grad_logits.T @ hidden[rows]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_states.dtype, weight.dtype
-        return total
+        ctx.mark_non_differentiable(*sums)
+        return sum(share * total for share, total in zip(shares, sums, strict=True)), *sums
 
     @staticmethod
-    def backward(ctx, grad_total):
+    def backward(ctx, grad_total, *_):
         # A saved gradient is None where its input needed none.
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None
+        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None, None
 
 
 class Documents(NamedTuple):
@@ -369,25 +403,19 @@ def router_loss(
 
 
 class MiniMindLMHead(nn.Linear):
-    """Language-modelling head: returns logits or, given labels, losses without all logits in memory."""
+    """Language-modelling head: returns logits or, given labels, the loss without all logits in memory."""
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        row_loss: RowLoss | None = None,
-        **kwargs,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs
+    ) -> torch.Tensor | LossParts:
         """
-        Return logits or, given labels, the scalar loss of `labels`, and the sum of `row_loss`.
+        Return logits or, given labels, the loss and its parts.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`)
-            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): as in
-                [`linear_masked_cross_entropy`], which takes `kwargs` and computes the loss.
-            row_loss ([`RowLoss`], *optional*): another loss to compute.
+            labels (`torch.LongTensor` of shape `(batch_size, seq_len)`, *optional*): as in [`linear_loss`], which
+                takes `kwargs` and computes the loss.
         """
         if labels is None:
             return super().forward(hidden_states)
-        loss = linear_masked_cross_entropy(hidden_states, self.weight, labels, **kwargs)
-        return loss, None if row_loss is None else linear_loss(hidden_states, self.weight, row_loss)
+        return linear_loss(hidden_states, self.weight, labels, **kwargs)

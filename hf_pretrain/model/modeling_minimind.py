@@ -32,7 +32,7 @@ from .configuration_minimind import MiniMindConfig
 # `@use_experts_implementation`. The decorator stands in mlp.py, so transformers finds it in this comment.
 from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
 from .inputs import check_names, check_positions, unmask_packed_rows
-from .loss import MiniMindLMHead, RowLoss, find_documents, masked_cross_entropy, prediction_weights, router_loss
+from .loss import LossParts, MiniMindLMHead, RowLoss, find_documents, prediction_weights, router_loss, whole_loss
 from .packed_attention import find_visible
 from .pretrained import MiniMindPreTrainedModel
 from .rotary import MiniMindRotaryEmbedding
@@ -159,9 +159,10 @@ class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     transformers' output for language models with experts, plus `ce_loss`.
 
     Args:
-        loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats.
+        loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats. With a `row_loss`,
+            `(1 - share) * ce_loss + share * row_loss` stands in place of `ce_loss`.
         ce_loss (`torch.FloatTensor`, scalar): the masked cross-entropy, without the router loss.
-        row_loss (`torch.FloatTensor`, scalar): the sum of the caller's `row_loss`.
+        row_loss (`torch.FloatTensor`, scalar): the caller's [`RowLoss`], divided as `ce_loss` is.
         aux_loss (`torch.FloatTensor`, scalar): the router loss, not multiplied by its coefficient.
     """
 
@@ -217,21 +218,20 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         skip_logits: bool,
         row_loss: RowLoss | None,
         **weighting: Any,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, LossParts | None]:
         """
-        Return the logits `(batch_size, kept, vocab_size)` of hidden states `(batch_size, seq_len, hidden_size)`, the
-        cross-entropy of `labels` `(batch_size, seq_len)`, and the sum of `row_loss`. Each may be `None`.
+        Return the logits `(batch_size, kept, vocab_size)` of hidden states `(batch_size, seq_len, hidden_size)`, and
+        the loss of `labels` `(batch_size, seq_len)`. Each may be `None`.
         """
         # The fused loss reads the whole weight matrix. An adapter may have wrapped the head, and tensor parallelism
         # splits it.
         is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
         if skip_logits and labels is not None and is_whole_head:
-            return None, *self.lm_head(hidden_states, labels, row_loss, **weighting)
+            return None, self.lm_head(hidden_states, labels, row_loss=row_loss, **weighting)
         # `slice(-0, None)` keeps all positions.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden_states[:, kept])
-        ce_loss = None if labels is None else masked_cross_entropy(logits, labels, **weighting)
-        return logits, ce_loss, None if row_loss is None else row_loss.sum_over(logits)
+        return logits, None if labels is None else whole_loss(logits, labels, row_loss=row_loss, **weighting)
 
     def _router_loss(
         self,
@@ -299,7 +299,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 these indices; 0 means all.
             skip_logits (`bool`, defaults to `False`): with `labels`, return the loss without logits. The logits are
                 then never in memory all at once.
-            row_loss ([`RowLoss`], *optional*): with `labels`, another loss to compute.
+            row_loss ([`RowLoss`], *optional*): with `labels`, a loss that replaces a share of the cross-entropy.
 
         See [`MiniMindModel.forward`] for the other arguments.
 
@@ -330,8 +330,9 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         )
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
         how: dict[str, Any] = {"logits_to_keep": logits_to_keep, "skip_logits": skip_logits, "row_loss": row_loss}
-        logits, ce_loss, row_sum = self._predict(outputs.last_hidden_state, labels, **how, **weighting)
-        loss, aux_loss = ce_loss, None
+        logits, parts = self._predict(outputs.last_hidden_state, labels, **how, **weighting)
+        loss, ce_loss, row_loss = parts or (None, None, None)
+        aux_loss = None
         if needs_router_loss:
             rows = {"position_ids": position_ids, "attention_mask": attention_mask}
             aux_loss = self._router_loss(
@@ -343,7 +344,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         return MiniMindCausalLMOutputWithPast(
             loss=loss,
             ce_loss=ce_loss,
-            row_loss=row_sum,
+            row_loss=row_loss,
             aux_loss=aux_loss,
             logits=logits,
             hidden_states=outputs.hidden_states,

@@ -14,13 +14,13 @@ or `KL(q || p)` (reverse). `CE` and the router loss come from the student, at te
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
 from ..model.loss import RowLoss, prediction_weights, weighted_rows
 from ..model.modeling_minimind import MiniMindForCausalLM
@@ -33,6 +33,9 @@ from ..training.deepspeed_support import whole_weights
 from ..training.measurements import num_active_parameters
 from ..training.training_arguments import LMTrainingArguments
 from ..weights.importing import is_native_checkpoint, load_upstream
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -95,9 +98,10 @@ def _convert(name_or_path: str) -> MiniMindForCausalLM | None:
     """Return another program's model of MiniMind's shape, such as Llama's; `None` for other architectures."""
     try:
         return load_upstream(name_or_path, dtype=torch.float32)
-    except UserError:
+    except UserError as error:
         if find_gguf(name_or_path) is not None:
             raise
+        logger.warning(f"The teacher stays a model of transformers, because it cannot be converted: {error}")
         return None
 
 
@@ -128,7 +132,7 @@ class TeacherTerm:
     name = "kl_loss"
 
     def __init__(self, teacher: PreTrainedModel, arguments: DistillationArguments, args: LMTrainingArguments):
-        self.arguments, self.share = arguments, 1 - arguments.ce_weight
+        self.arguments = arguments
         # Do not make the teacher a submodule of the student, because it must not be saved, sharded or counted with it.
         self.teacher = teacher.to(args.device)
         # 2 per parameter, for a forward pass.
@@ -150,19 +154,18 @@ class TeacherTerm:
             # Without them, a MiniMind teacher would read the documents from the positions, and wait for the device.
             names += ["cu_seq_lens_q", "max_length_q"]
         given = {name: inputs[name] for name in names if name in inputs}
-        with self._autocast():
+        with torch.autocast(self.teacher.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             if not is_ours:
                 # Others may scale or cap their logits, so these are computed whole.
                 logits = self.teacher(**given, use_cache=False).logits.flatten(0, 1)[rows]
                 return lambda part: logits[part]
             states = self.teacher.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)[rows]
-        return lambda part: self.teacher.lm_head(states[part])
-
-    def _autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.teacher.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        # Cast once, not once per chunk.
+        states, matrix = states.to(self.dtype), self.teacher.lm_head.weight.to(self.dtype)
+        return lambda part: states[part] @ matrix.T
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> RowLoss:
-        """Return `temperature ** 2 * w * KL` of each token of one micro-batch, in float32 and nats."""
+        """Return `temperature ** 2 * sum of w * KL` of one micro-batch, in nats, for the model to compute."""
         temperature = self.arguments.temperature
         # Logits at t predict token t + 1: shift the weights left by one, (batch_size * seq_len,).
         weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1)).flatten()
@@ -170,7 +173,7 @@ class TeacherTerm:
         weights, teacher_logits = weights[rows], self._ask(inputs, rows)
 
         def divergence(logits: torch.Tensor, part: slice) -> torch.Tensor:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad():
                 teacher = teacher_logits(part)
             # Output heads may be wider than the tokenizer, and differ in width.
             vocab_size = min(logits.shape[-1], teacher.shape[-1])
@@ -183,4 +186,4 @@ class TeacherTerm:
             divergences = (p.exp() * (p - q)).sum(dim=-1)
             return temperature**2 * (divergences * weights[part]).sum()
 
-        return RowLoss(rows, divergence)
+        return RowLoss(rows, divergence, share=1 - self.arguments.ce_weight)

@@ -2,7 +2,8 @@
 Log-probabilities of answers on a CPU, for TRL's trainers.
 
 TRL's head takes its own fused kernels on a GPU. On a CPU it computes logits of all tokens, although prompts and
-padding have no labels. This head leaves them out, and computes the others in chunks.
+padding have no labels. This head leaves them out, and computes the others in chunks. Weights in half precision, and
+`--precompute_ref_log_probs`, still take TRL's.
 """
 
 import functools
@@ -60,7 +61,10 @@ def score_labels(
 
     size = max(MIN_ROWS, MAX_LOGITS[1] // len(weight))
     chunks = zip(hidden_states.split(size), labels.split(size), strict=True)
-    scored = [checkpoint(score, hidden, weight, chosen, use_reentrant=False) for hidden, chosen in chunks]
+    scored = [
+        checkpoint(score, hidden, weight, chosen, use_reentrant=False, preserve_rng_state=False)
+        for hidden, chosen in chunks
+    ]
     return tuple(map(torch.cat, zip(*scored, strict=True)))
 
 
@@ -88,14 +92,16 @@ def replace_head(model: PreTrainedModel, *, accelerator: Accelerator, temperatur
     # `generate` reads the signature of the method.
     @functools.wraps(type(model).forward)
     def scoring_forward(model: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return forward(*args, **kwargs)
+        weight = model.get_output_embeddings().weight
+        # TRL's head adds up the gradients of weights in half precision in float32.
+        if not fused_lm_head or weight.dtype != torch.float32:
+            return forward(*args, fused_lm_head=fused_lm_head, **kwargs)
         labels = kwargs.pop("labels")[:, 1:]
         with accelerator.autocast():
             states = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
             mask = labels != IGNORE_INDEX
             how: dict[str, Any] = {"temperature": temperature, "figures": figures}
-            scored = score_labels(states[mask], model.get_output_embeddings().weight, labels[mask], **how)
+            scored = score_labels(states[mask], weight, labels[mask], **how)
         # (num_tokens,) -> (batch_size, seq_len - 1), zero where there is no label
         whole = (figure.new_zeros(mask.shape).masked_scatter(mask, figure) for figure in scored)
         return FusedCausalLMOutput(**dict(zip(figures, whole, strict=True)))

@@ -13,7 +13,7 @@ The order of calls of one optimizer step, with the file of each:
     for each micro-batch:      transformers    Trainer.training_step
       compute_loss               here
         model(**inputs, totals)    model/          the loss as a share of the step
-        combine_losses             step_loss       adds the term, such as a teacher's
+        loss_parts                 step_loss       names the parts of the loss for the log
         times the number of ranks                  undoes the mean over the ranks below
         finite_check.add_loss      step_loss       a non-finite loss becomes NaN gradients on all ranks
       backward                   accelerate      gradients, averaged over the ranks after the last micro-batch
@@ -40,7 +40,7 @@ from .launch import check_micro_batch
 from .measurements import Meter, flops_per_token, known_peak
 from .resume_check import digest_weights
 from .run import Run
-from .step_loss import EvaluationSums, StepTotals, Term, combine_losses, count_step
+from .step_loss import EvaluationSums, StepTotals, Term, count_step, loss_parts
 
 
 class MaskedLossTrainer(RunTrainer):
@@ -178,10 +178,9 @@ class MaskedLossTrainer(RunTrainer):
             # The model then computes the loss in chunks, without all logits.
             skip_logits=True,
         )
-        loss, parts = combine_losses(outputs, totals, self.term)
-        self.meter.add_losses(parts)
+        self.meter.add_losses(loss_parts(outputs, self.term))
         # DDP, FSDP and DeepSpeed average the gradients over the ranks. The loss is a share of a sum, so undo the mean.
-        loss = loss * self.data_parallel_size
+        loss = outputs.loss * self.data_parallel_size
         factor = self.finite_check.add_loss(loss)
         if not self.is_deepspeed_enabled:
             loss = loss * factor

@@ -90,7 +90,6 @@ class Term(Protocol):
 
     Attributes:
         name (`str`): its name in the log; `eval_<name without _loss>` in an evaluation.
-        share (`float`): the share, from 0 to 1.
         flops_per_token (`float`): FLOPs of other models than the trained one.
         arguments (dataclass): what a resume compares.
         weights (`dict[str, Sequence[torch.Tensor]]`): weights that training does not change, by their role. A resume
@@ -98,34 +97,26 @@ class Term(Protocol):
     """
 
     name: str
-    share: float
     flops_per_token: float
     arguments: Any
     weights: dict[str, Sequence[torch.Tensor]]
 
     def __call__(self, inputs: dict[str, torch.Tensor]) -> RowLoss:
-        """Return the loss `w * loss` of each token of a micro-batch, for the model to compute."""
+        """Return the loss of a micro-batch, for the model to compute."""
 
 
-def combine_losses(
-    outputs: Any, totals: StepTotals, term: Term | None = None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_parts(outputs: Any, term: Term | None = None) -> dict[str, torch.Tensor]:
     """
-    Return a micro-batch's share of the loss of the step, and its parts by their names in the log. All are scalars.
+    Return the parts of a loss by their names in the log, scalars.
 
     Args:
-        outputs: the outputs of the model, which has divided `loss`, `ce_loss` and `aux_loss` by the totals.
-        totals ([`StepTotals`]): the totals of the step.
-        term ([`Term`], *optional*): a further term of the loss, whose sum is `row_loss` of the outputs.
+        outputs: the outputs of the model.
+        term ([`Term`], *optional*): a further term of the loss, which is `row_loss` of the outputs.
     """
-    loss, parts = outputs.loss, {"ce_loss": outputs.ce_loss}
-    if outputs.aux_loss is not None:
-        parts["aux_loss"] = outputs.aux_loss
+    parts = {"ce_loss": outputs.ce_loss, "aux_loss": outputs.aux_loss}
     if term is not None:
-        parts[term.name] = outputs.row_loss / totals.weights
-        # `loss` contains the whole cross-entropy.
-        loss = loss + term.share * (parts[term.name] - outputs.ce_loss)
-    return loss, parts
+        parts[term.name] = outputs.row_loss
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 class EvaluationSums:

@@ -11,10 +11,11 @@ from hf_pretrain.model import loss as loss_module
 from hf_pretrain.model.loss import (
     RowLoss,
     find_documents,
-    linear_masked_cross_entropy,
+    linear_loss,
     masked_cross_entropy,
     prediction_weights,
     router_loss,
+    weighted_rows,
 )
 from tests.models import Operators, assert_near, gradients, packed_positions
 
@@ -74,7 +75,7 @@ def test_cross_entropy_is_the_formula(batch, rows_at_a_time, num_items, is_weigh
     if rows_at_a_time is None:
         loss = masked_cross_entropy(hidden @ weight.T, labels, **options)
     else:
-        loss = linear_masked_cross_entropy(hidden, weight, labels, **options)
+        loss = linear_loss(hidden, weight, labels, **options).loss
     (loss * 3).backward()
     weights = weights if is_weighted else torch.ones_like(weights)
     total, items = written_out_cross_entropy((hidden @ weight.T).detach(), labels, weights)
@@ -96,7 +97,7 @@ def test_linear_cross_entropy_under_autocast_equals_autocast(batch):
         hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in inputs)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             if is_fused:
-                loss = linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights)
+                loss = linear_loss(hidden, weight, labels, loss_mask=weights).loss
             else:
                 loss = masked_cross_entropy(torch.nn.functional.linear(hidden, weight), labels, loss_mask=weights)
         loss.backward()
@@ -110,7 +111,7 @@ def test_linear_cross_entropy_under_autocast_equals_autocast(batch):
 def test_linear_cross_entropy_computes_no_unneeded_gradient(batch):
     hidden, weight, labels, weights = batch
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        linear_masked_cross_entropy(hidden, weight, labels, loss_mask=weights)
+        linear_loss(hidden, weight, labels, loss_mask=weights)
     # A CPU computes no logits of tokens without weight.
     num_trained = int((prediction_weights(labels, weights) > 0).sum())
     assert 0 < num_trained < labels.numel()
@@ -118,11 +119,11 @@ def test_linear_cross_entropy_computes_no_unneeded_gradient(batch):
 
 
 def test_the_losses_without_logits_are_the_same(model, input_ids, monkeypatch):
-    """The loss of the labels, and another one of some tokens: here the entropy, times a weight."""
+    """The loss of the labels, and one that replaces 0.75 of it: here the entropy, times a weight."""
     monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 0))
     monkeypatch.setattr(loss_module, "MIN_ROWS", 4)
     labels = input_ids.masked_fill(packed_positions(2) == 0, -100)
-    rows = torch.arange(input_ids.numel())[1::3]
+    rows = weighted_rows(torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten() != -100)
     weights, sizes = torch.rand(len(rows)), []
 
     def entropy(logits: torch.Tensor, part: slice) -> torch.Tensor:
@@ -133,10 +134,13 @@ def test_the_losses_without_logits_are_the_same(model, input_ids, monkeypatch):
     found = []
     for skip_logits in (False, True):
         model.zero_grad()
-        what = {"labels": labels, "skip_logits": skip_logits, "row_loss": RowLoss(rows, entropy)}
+        what = {"labels": labels, "skip_logits": skip_logits, "row_loss": RowLoss(rows, entropy, share=0.75)}
         outputs = model(input_ids, position_ids=packed_positions(2), **what)
         assert (outputs.logits is None) == skip_logits
-        (2 * outputs.loss + 3 * outputs.row_loss).backward()
+        aux_loss = 0 if outputs.aux_loss is None else model.config.router_aux_loss_coef * outputs.aux_loss.item()
+        expected = 0.25 * outputs.ce_loss.item() + 0.75 * outputs.row_loss.item() + aux_loss
+        assert outputs.loss.item() == pytest.approx(expected)
+        (3 * outputs.loss).backward()
         found.append((torch.stack([outputs.loss, outputs.row_loss]).detach(), gradients(model)))
     assert len(sizes) > 3 and sizes[0] == len(rows) and max(sizes[1:]) == 4
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
@@ -147,7 +151,7 @@ def test_the_loss_of_many_tokens_needs_no_tensor_of_all_logits():
     hidden = torch.randn(1, 4096, 8, requires_grad=True)
     weight = torch.randn(6400, 8, requires_grad=True)
     with Operators() as operators:
-        linear_masked_cross_entropy(hidden, weight, torch.randint(6400, (1, 4096))).backward()
+        linear_loss(hidden, weight, torch.randint(6400, (1, 4096))).loss.backward()
     assert max(shape.numel() for shape in operators.shapes) <= 4096 * 6400 / 4
 
 

@@ -76,6 +76,8 @@ def test_a_step_is_the_formula(tmp_path, kl, temperature, ce_weight, num_experts
     sizes = {"batch": batch, "accumulation": accumulation}
     trainer = make_distiller(tmp_path, pack(documents, SIZES), model=make_model(num_experts), **sizes, **flags)
     before = trainer.evaluate()
+    # The logits alone: a metric gets no losses.
+    assert trainer.predict(trainer.eval_dataset).predictions.ndim == 3
     (step,) = train(trainer)
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert step["ce_loss"] == pytest.approx(ce.item(), rel=1e-5)

@@ -5,12 +5,17 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_pretrain.model import loss as loss_module
 from hf_pretrain.stages import log_probs
+from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.models import assert_near, gradients
+from tests.rollouts import toy_trainer
 from tests.toys import toy_model
+from tests.trainers import ARGUMENTS
 
 
 FIGURES = tuple(log_probs.FIGURES)
@@ -26,9 +31,10 @@ def test_the_head_has_the_figures_and_gradients_of_trl(temperature, monkeypatch)
     labels = ids.clone()
     labels[:, :5], labels[0, 9:], labels[2] = -100, -100, -100
     weights = torch.rand(2, *ids[:, 1:].shape)
-    model = toy_model(vocab_size=64)
-    twin = copy.deepcopy(model)
-    add_fused_lm_head(twin, temperature=temperature, outputs=FIGURES)
+    twin = toy_model(vocab_size=64)
+    model = copy.deepcopy(twin)
+    for each in (model, twin):
+        add_fused_lm_head(each, temperature=temperature, outputs=FIGURES)
     log_probs.replace_head(model, accelerator=Accelerator(), temperature=temperature, figures=FIGURES)
     found = []
     for each in (model, twin):
@@ -51,3 +57,34 @@ def test_a_batch_without_labels_has_zero_gradients():
     outputs = model(ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
     outputs.log_probs.sum().backward()
     assert outputs.log_probs.shape == (2, 5) and not gradients(model).any()
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[float, tuple[str, ...]]]:
+    """Return a list that gets the temperature and the figures of each call of the head."""
+    calls, score_labels = [], log_probs.score_labels
+
+    def counted(*args, temperature, figures):
+        calls.append((temperature, tuple(figures)))
+        return score_labels(*args, temperature=temperature, figures=figures)
+
+    monkeypatch.setattr(log_probs, "score_labels", counted)
+    return calls
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_reinforcement_learning_asks_this_head_at_its_temperature(tokenizer, tmp_path, calls, algorithm):
+    toy_trainer(tokenizer, tmp_path, algorithm=algorithm, beta=0.1, temperature=0.7, max_steps=1).train()
+    assert {*calls} >= {(0.7, ("log_probs",)), (0.7, ("log_probs", "entropy"))}
+    assert {temperature for temperature, _ in calls} == {0.7}
+
+
+def test_preference_training_asks_this_head_for_both_models(tmp_path, calls):
+    tokenizer = train_tokenizer(["one two three"] * 4, vocab_size=320)
+    rows = {"prompt_ids": [[5, 6]] * 8, "chosen_ids": [[7, 8]] * 8, "rejected_ids": [[9]] * 8}
+    args = DPOTrainingArguments(output_dir=str(tmp_path), max_steps=1, **ARGUMENTS)
+    model = toy_model(vocab_size=320)
+    data = {"train_dataset": Dataset.from_dict(rows), "ref_model": copy.deepcopy(model)}
+    trainer = MiniMindDPOTrainer(model, args=args, processing_class=tokenizer, **data)
+    trainer.compute_loss(model, next(iter(trainer.get_train_dataloader())))
+    assert calls == [(1.0, ("log_probs", "entropy", "mean_logits", "is_top1")), (1.0, ("log_probs",))]

@@ -8,7 +8,7 @@ import torch
 
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.ranks import Ranks
-from hf_pretrain.training.step_loss import EvaluationSums, FiniteCheck, StepTotals, combine_losses, count_step
+from hf_pretrain.training.step_loss import EvaluationSums, FiniteCheck, count_step, loss_parts
 
 
 # Two documents in the first row, one and padding in the second. The first token of a document is not predicted.
@@ -20,8 +20,7 @@ BATCH = {
 CPU = torch.device("cpu")
 
 
-def as_term(share: float) -> SimpleNamespace:
-    return SimpleNamespace(name="kl_loss", share=share)
+TERM = SimpleNamespace(name="kl_loss")
 
 
 def as_outputs(**losses: float) -> SimpleNamespace:
@@ -42,17 +41,15 @@ def test_a_step_of_padding_rows_divides_by_one():
     assert (totals.weights.item(), totals.documents.item()) == (1.0, 1.0)
 
 
-def test_a_term_takes_its_share_of_the_cross_entropy():
-    outputs = as_outputs(loss=3.5, ce_loss=3.0, aux_loss=0.25, row_loss=8.0)
-    totals = StepTotals(torch.tensor(4.0), torch.tensor(1.0), torch.tensor(4))
-    loss, parts = combine_losses(outputs, totals, as_term(share=0.75))
-    # 3.5 holds 3 of cross-entropy and 0.5 of the router. The term is 8 / 4.
-    assert loss.item() == 0.25 * 3 + 0.75 * 2 + 0.5
-    assert {name: part.item() for name, part in parts.items()} == {"ce_loss": 3.0, "aux_loss": 0.25, "kl_loss": 2.0}
+def test_the_parts_of_a_loss_have_the_names_of_the_log():
+    outputs = SimpleNamespace(ce_loss=3.0, aux_loss=None, row_loss=8.0)
+    assert loss_parts(outputs) == {"ce_loss": 3.0}
+    outputs.aux_loss = 0.25
+    assert loss_parts(outputs, TERM) == {"ce_loss": 3.0, "aux_loss": 0.25, "kl_loss": 8.0}
 
 
 def test_an_evaluation_is_one_ratio_of_sums():
-    sums = EvaluationSums(torch.arange(10).float(), as_term(share=0.5))
+    sums = EvaluationSums(torch.arange(10).float(), TERM)
     # float32 would round the sum 2**24 + 11 to an even number.
     means = [sums.add(as_outputs(ce_loss=ce, row_loss=6.0), BATCH).item() for ce in (11.0, 2.0**24)]
     assert means == pytest.approx([11 / 5.5, 2**24 / 5.5])
