@@ -81,13 +81,7 @@ def masked_cross_entropy(
 
 
 class LossParts(NamedTuple):
-    """
-    What [`linear_loss`] returns: scalars in nats.
-
-    Attributes:
-        loss (`torch.FloatTensor`): the loss.
-        ce_loss, row_loss (`torch.FloatTensor`): its two parts, without gradients if there are two.
-    """
+    """A loss and its parts, scalars in nats. The parts have no gradients if there are two."""
 
     loss: torch.Tensor
     ce_loss: torch.Tensor
@@ -97,15 +91,12 @@ class LossParts(NamedTuple):
 def whole_loss(
     logits: torch.Tensor, labels: torch.Tensor, *, row_loss: "RowLoss | None" = None, **weighting
 ) -> LossParts:
-    """
-    Compute the loss of [`linear_loss`] from all logits, of shape `(batch_size, seq_len, vocab_size)`. `weighting`
-    holds `loss_mask` and `num_items_in_batch`.
-    """
+    """Compute the loss of [`linear_loss`] from all logits, of shape `(batch_size, seq_len, vocab_size)`."""
     ce_loss = masked_cross_entropy(logits, labels, **weighting)
     if row_loss is None:
         return LossParts(ce_loss, ce_loss)
     divisor = _divisor(_targets(labels, weighting.get("loss_mask"))[1], weighting.get("num_items_in_batch"))
-    part = row_loss.sum_over(logits) / divisor
+    part = row_loss.loss(logits.flatten(0, 1)[row_loss.rows].float(), slice(None)) / divisor
     return LossParts((1 - row_loss.share) * ce_loss + row_loss.share * part, ce_loss, part)
 
 
@@ -121,8 +112,7 @@ def linear_loss(
     """
     Compute `masked_cross_entropy(hidden_states @ weight.T, ...)` without holding the logits of all tokens in memory.
 
-    The function processes the tokens in chunks. It turns the logits of a chunk into a loss and, if autograd needs
-    them, into gradients; then it frees the logits.
+    The logits of a chunk of tokens become a loss and, if autograd needs them, gradients; then they are freed.
 
     NOTE: torch's `linear_cross_entropy` and Liger's accept weights per class, not per token. torch's can return a loss
     per token, but then it computes the logits twice: 2.4 to 3 times as long as this on a CPU in bfloat16.
@@ -133,29 +123,20 @@ def linear_loss(
         labels, loss_mask, num_items_in_batch: as in [`masked_cross_entropy`].
         row_loss ([`RowLoss`], *optional*): a loss that replaces a share of the cross-entropy.
 
-    Returns:
-        [`LossParts`]
-
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
-    if row_loss is not None:
-        rows = row_loss.rows
-    else:
-        rows = slice(None) if torch.compiler.is_compiling() else weighted_rows(weights)
-    losses: list[_CrossEntropy | RowLoss] = [_CrossEntropy(targets[rows], weights[rows])]
-    shares = [1.0]
-    if row_loss is not None:
-        losses, shares = [*losses, row_loss], [1 - row_loss.share, row_loss.share]
+    rows, share = (weighted_rows(weights), 0.0) if row_loss is None else (row_loss.rows, row_loss.share)
+    losses = [_CrossEntropy(targets[rows], weights[rows], 1 - share), *([] if row_loss is None else [row_loss])]
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
         hidden_states, weight = hidden_states.detach(), weight.detach()
-    sums = _LinearLoss.apply(hidden_states.flatten(0, 1)[rows], weight, losses, shares)
     divisor = _divisor(weights, num_items_in_batch)
-    total, *parts = (each / divisor for each in sums)
-    return LossParts(total, *parts) if row_loss is not None else LossParts(total, total)
+    sums = _LinearLoss.apply(hidden_states.flatten(0, 1)[rows], weight, losses)
+    loss, *parts = (each / divisor for each in sums)
+    return LossParts(loss, loss) if row_loss is None else LossParts(loss, *parts)
 
 
 def weighted_rows(weights: torch.Tensor) -> torch.Tensor | slice:
@@ -165,7 +146,8 @@ def weighted_rows(weights: torch.Tensor) -> torch.Tensor | slice:
 
     This is for CPUs. On a GPU, the host would wait for the number of tokens, so there the index is that of all tokens.
     """
-    return weights.nonzero().squeeze(-1) if weights.device.type == "cpu" else slice(None)
+    waits = weights.device.type != "cpu" or torch.compiler.is_compiling()
+    return slice(None) if waits else weights.nonzero().squeeze(-1)
 
 
 def _targets(labels: torch.Tensor, loss_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,12 +187,8 @@ class RowLoss:
     loss: Callable[[torch.Tensor, slice], torch.Tensor]
     share: float
 
-    def sum_over(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses, given the logits `(batch_size, seq_len, vocab_size)` of the micro-batch."""
-        return self.loss(logits.flatten(0, 1)[self.rows].float(), slice(None))
-
     def differentiate(self, logits: torch.Tensor, part: slice, wants_gradient: bool) -> tuple:
-        """Return the sum of the losses of a chunk, and its gradient by the logits if it is wanted."""
+        """Return the sum of the losses, and its gradient by the logits if it is wanted."""
         with torch.set_grad_enabled(wants_gradient):
             total = self.loss(logits.requires_grad_(wants_gradient), part)
         return total.detach(), torch.autograd.grad(total, logits)[0] if wants_gradient else None
@@ -221,9 +199,9 @@ class _CrossEntropy(NamedTuple):
 
     targets: torch.Tensor
     weights: torch.Tensor
+    share: float
 
     def differentiate(self, logits: torch.Tensor, part: slice, wants_gradient: bool) -> tuple:
-        """Return the sum, and its gradient by the logits if it is wanted."""
         targets, weights = self.targets[part], self.weights[part]
         log_probs = logits.log_softmax(dim=-1)
         del logits
@@ -250,7 +228,7 @@ class _LinearLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, losses: list["_CrossEntropy | RowLoss"], shares: list[float]):
+    def forward(ctx, hidden_states, weight, losses: list["_CrossEntropy | RowLoss"]):
         device = hidden_states.device.type
         # Cast as autocast would, once instead of once per chunk.
         hidden, matrix = (part.to(compute_dtype(part)) for part in (hidden_states, weight))
@@ -265,11 +243,11 @@ class _LinearLoss(torch.autograd.Function):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
                 logits, grad_logits = (hidden[rows] @ matrix.T).float(), None
-                for total, loss, share in zip(sums, losses, shares, strict=True):
+                for total, loss in zip(sums, losses, strict=True):
                     part, gradient = loss.differentiate(logits, rows, wants_hidden or wants_weight)
                     total += part
                     if gradient is not None:
-                        gradient = gradient if share == 1 else gradient.mul_(share)
+                        gradient = gradient if loss.share == 1 else gradient.mul_(loss.share)
                         grad_logits = gradient if grad_logits is None else grad_logits.add_(gradient)
                 if grad_logits is None:
                     continue
@@ -282,13 +260,13 @@ class _LinearLoss(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_states.dtype, weight.dtype
         ctx.mark_non_differentiable(*sums)
-        return sum(share * total for share, total in zip(shares, sums, strict=True)), *sums
+        return sum(loss.share * total for loss, total in zip(losses, sums, strict=True)), *sums
 
     @staticmethod
     def backward(ctx, grad_total, *_):
         # A saved gradient is None where its input needed none.
         gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None, None
+        return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None
 
 
 class Documents(NamedTuple):
