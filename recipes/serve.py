@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
         from hf_pretrain.inference.chat_page import Endpoint, open_page
     tools = offer_tools(args.tools)
 
-    names = [args.model_name_or_path or find_newest_run(), *([args.compare] if args.compare else [])]
+    names = [args.model_name_or_path or find_newest_run(with_adapters=True), *([args.compare] if args.compare else [])]
     ports = range(args.port, args.port + len(names))
     check_ports(args.host, [*ports, args.web_port] if args.web else [*ports])
     # Report a mistake before any model is loaded.

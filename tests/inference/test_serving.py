@@ -20,6 +20,8 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.serving import MAX_BYTES, check_ports, model_manager
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.serving import ask, post, send, served, texts
 from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler
@@ -334,6 +336,21 @@ def test_the_positions_of_the_served_model_are_extended(talker, monkeypatch):
     with served(str(talker), rope_scaling="1024:4") as client:
         prompt = "x y" * 1000
         assert ask(client, [{"role": "user", "content": prompt}], max_tokens=1).usage.prompt_tokens > 1024
+        assert ask(client, SUM[:1]).choices[0].message.content == "It is four."
+
+
+@pytest.mark.parametrize("kind", ["gguf", "adapter"])
+def test_a_gguf_file_and_an_adapter_are_served(talker, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker), load_tokenizer(talker)
+    path = tmp_path / "model.gguf"
+    if kind == "gguf":
+        export(model, str(tmp_path), "gguf", tokenizer=tokenizer)
+    else:
+        path = tmp_path / "adapter"
+        add_adapter(model, AdapterArguments(use_peft=True)).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    with served(str(path)) as client:
         assert ask(client, SUM[:1]).choices[0].message.content == "It is four."
 
 
