@@ -1,15 +1,18 @@
 """Flags and model of the commands that answer: `recipes/chat.py`, `recipes/generate.py` and `recipes/serve.py`."""
 
 import argparse
+from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..checkpoints.directory import find_newest_run
-from ..runtime.devices import refuse_unused_gpu
+from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.parser import RecipeParser
-from ..tokenizer.pretrained import load_tokenizer
+from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
+from ..weights.adapters import is_adapted
 from ..weights.model_arguments import ModelArguments, load_model
 from .terminal_chat import is_base_model
 
@@ -77,3 +80,24 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the sampling, as [`~inference.terminal_chat.settle_sampling`] takes them."""
     names = ("temperature", "max_new_tokens", "top_p", "top_k", "repetition_penalty")
     return {name: vars(args)[name] for name in names}
+
+
+def load_for_server(name: str, rope_scaling: str | None) -> tuple[TemporaryDirectory, Callable[..., Any]]:
+    """
+    Load an adapter, a GGUF file or a model of the package index, which the server cannot read. Return a directory with
+    its config and tokenizer, which it can read, and a function that returns the model instead of reading weights.
+    """
+    tokenizer = load_tokenizer(name)
+    arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
+    adapted: Any = load_model(arguments, tokenizer).eval()
+    model = adapted.merge_and_unload() if is_adapted(adapted) else adapted
+    model.config.architectures = [type(model).__name__]
+    files = TemporaryDirectory()
+    model.config.save_pretrained(files.name)
+    save_tokenizer(tokenizer, files.name)
+
+    def place(*_: Any, dtype: Any = None, device_map: Any = None, **__: Any) -> PreTrainedModel:
+        device = default_device_type(use_cpu=device_map == "cpu")
+        return model.to(device, dtype if isinstance(dtype, torch.dtype) else model.dtype)
+
+    return files, place

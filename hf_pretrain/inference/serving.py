@@ -25,24 +25,21 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Annotated, Any
 
-import torch
 from jinja2 import TemplateError
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
-from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.package_models import find_gguf
 from ..tokenizer.control_tokens import encode_documents, encode_prompt, set_stop_tokens, thinking_variables
-from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
-from ..weights.adapters import adapter_base, is_adapted
-from ..weights.model_arguments import ModelArguments, load_model, with_yarn
+from ..weights.adapters import adapter_base
+from ..weights.model_arguments import with_yarn
+from .inference_arguments import load_for_server
 
 
 with needing_extra("serve", "Serving needs FastAPI"):
@@ -166,7 +163,7 @@ def serve_model(
     load: Callable[..., Any] = MiniMindForCausalLM.from_pretrained
     files = None
     if adapter_base(name) is not None or find_gguf(name) is not None:
-        files, load = _load_and_describe(name, rope_scaling)
+        files, load = load_for_server(name, rope_scaling)
     elif rope_scaling is not None:
         load = partial(load, config=with_yarn(MiniMindConfig.from_pretrained(name), rope_scaling))
     model_manager.transformers.MiniMindForCausalLM = SimpleNamespace(from_pretrained=load)
@@ -178,27 +175,6 @@ def serve_model(
     # The directory lives as long as the server.
     serve.files = files
     return serve
-
-
-def _load_and_describe(name: str, rope_scaling: str | None) -> tuple[TemporaryDirectory, Callable[..., Any]]:
-    """
-    Load an adapter, a GGUF file or a model of the package index, which the server cannot read. Return a directory with
-    its config and tokenizer, which it can read, and a function that returns the model instead of reading weights.
-    """
-    tokenizer = load_tokenizer(name)
-    arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
-    adapted: Any = load_model(arguments, tokenizer).eval()
-    model = adapted.merge_and_unload() if is_adapted(adapted) else adapted
-    model.config.architectures = [type(model).__name__]
-    files = TemporaryDirectory()
-    model.config.save_pretrained(files.name)
-    save_tokenizer(tokenizer, files.name)
-
-    def place(*_: Any, dtype: Any = None, device_map: Any = None, **__: Any) -> MiniMindForCausalLM:
-        device = default_device_type(use_cpu=device_map == "cpu")
-        return model.to(device, dtype if isinstance(dtype, torch.dtype) else model.dtype)
-
-    return files, place
 
 
 def wait_for_server() -> None:
