@@ -41,21 +41,21 @@ _PARTS += tuple(
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA_3 |= {"original_max_position_embeddings": 8192}
-# Ollama does not read the Jinja template in the GGUF file. This one renders system, user and assistant messages in the
-# same way, and no tools. `%(thought)s` is the empty thought of minimind-3 in front of answers, and `%(system)s` the
-# system message that templates such as SmolLM2's write where a conversation has none.
-_MODELFILE = Path(__file__).with_name("Modelfile.txt")
+# Ollama 0.30 and newer render the Jinja template in the GGUF file, with tools, if the Modelfile has no template or if
+# only the Jinja template knows tools. Older versions render this one, which is ChatML without tools. `%(thought)s` is
+# the empty thought of minimind-3 in front of answers, and `%(system)s` the system message that templates such as
+# SmolLM2's write where a conversation has none.
+_CHATML = Path(__file__).with_name("Modelfile.txt")
+_NEWER_OLLAMA = "FROM ./model.gguf\nREQUIRES 0.30.0\n"
 
 
-def _write_modelfile(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return Ollama's `Modelfile`; `None` for a chat template whose prompts it cannot give token by token."""
-    if not tokenizer.chat_template:
-        return None
+def _write_modelfile(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return Ollama's `Modelfile`, with a template if ChatML gives the prompts of the chat template token by token."""
     messages = [("user", "Why?"), ("assistant", "Because."), ("user", "And?")]
     try:
         prompt = encode_prompt(tokenizer, [{"role": role, "content": content} for role, content in messages])
     except UserError:  # a template may refuse such a conversation
-        return None
+        return _NEWER_OLLAMA
     text = tokenizer.decode(prompt)
     system = re.match(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
     thought = EMPTY_THOUGHT * text.endswith(EMPTY_THOUGHT)
@@ -64,9 +64,9 @@ def _write_modelfile(tokenizer: PreTrainedTokenizerFast) -> str | None:
     written = "<|im_start|>" + "<|im_start|>".join([*parts, f"assistant\n{thought}"])
     # Ollama adds bos where the tokenizer does.
     if tokenizer(written).input_ids != prompt:
-        return None
+        return _NEWER_OLLAMA
     line = f'SYSTEM """{system[1]}"""\n' if system else ""
-    return _MODELFILE.read_text(encoding="utf-8") % {"thought": thought, "system": line}
+    return _CHATML.read_text(encoding="utf-8") % {"thought": thought, "system": line}
 
 
 def _gguf_names(model: MiniMindForCausalLM) -> dict[str, list[str]]:
@@ -106,7 +106,7 @@ def write_gguf(
     model: MiniMindForCausalLM, directory: Path, *, name: str, tokenizer: PreTrainedTokenizerFast | None, dtype: str
 ) -> Path:
     """
-    Write `model.gguf` and return its path; for a tokenizer with the chat format ChatML, also Ollama's `Modelfile`.
+    Write `model.gguf` and return its path; for a tokenizer with a chat template, also Ollama's `Modelfile`.
 
     Args:
         model ([`MiniMindForCausalLM`]): the model.
@@ -131,8 +131,8 @@ def write_gguf(
         writer.add_tokenizer_model("no_vocab")
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
-        if (modelfile := _write_modelfile(tokenizer)) is not None:
-            (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
+        if tokenizer.chat_template:
+            (directory / "Modelfile").write_text(_write_modelfile(tokenizer), encoding="utf-8")
     for tensor_name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +156,12 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, sourc
     # Ollama puts this message in front of a conversation without one.
     prompt = tokenizer.apply_chat_template(messages[1:2], tokenize=False)
     assert re.findall(r'SYSTEM """(.*?)"""', text) == re.findall(r"system\n(.*?)<\|im_end", prompt)
-    # A model without a chat template gets none, and one with another format neither.
+    # A model without a chat template gets none. With another format, Ollama renders the template in the GGUF file.
     export(build(), tmp_path / "plain", "gguf")
+    assert not (tmp_path / "plain/Modelfile").exists()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
     export(build(vocab_size=len(tokenizer)), tmp_path / "other", "gguf", tokenizer=tokenizer, dtype="q4_0")
-    assert not any((tmp_path / name / "Modelfile").exists() for name in ("plain", "other"))
+    assert (tmp_path / "other/Modelfile").read_text() == "FROM ./model.gguf\nREQUIRES 0.30.0\n"
 
 
 # NOTE: use a separate process, which can be killed: stopping the server sometimes hangs.
@@ -225,26 +227,48 @@ def test_logits_and_greedy_continuation(name, tmp_path):
             torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
 
 
+CALL = {"name": "weather", "arguments": {"city": "Wien", "unit": "c"}}
+CALL_MESSAGE = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": CALL}]}
+CHAT = [
+    {"role": "user", "content": "你好 world, 12"},
+    CALL_MESSAGE,
+    {"role": "tool", "content": "3", "tool_call_id": "1"},
+]
+CHAT += [{"role": "assistant", "content": "3 degrees"}, {"role": "user", "content": "and?"}]
+# In the order of fields in which Ollama passes tools on.
+PARAMETERS = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string", "enum": ["a", "<b>"]}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "'天气'", "parameters": PARAMETERS}}
+
+
 @needs_llama_cpp
-@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "embedded:smollm2"])
+@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "embedded:smollm2", "qwen3", "llama3_2"])
 def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
+    """Programs with llama.cpp's server, as Ollama, render the template in the file, tools and their calls included."""
     if tokenizer_name == "ours":
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
     elif tokenizer_name == "embedded:smollm2":
         tokenizer = load_tokenizer(tokenizer_name)
     else:
-        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name)
+        name = tokenizer_name if tokenizer_name in ("v1", "v3") else "v3"
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / name)
+        if name != tokenizer_name:
+            template = files("trl") / f"chat_templates/{tokenizer_name}.jinja"
+            # Llama 3's template asks for the date.
+            tokenizer.chat_template = "{% set date_string = 'today' %}" + template.read_text(encoding="utf-8")
     export(build(vocab_size=max(6400, len(tokenizer))), tmp_path / "out", "gguf", tokenizer=tokenizer)
-    chat = [{"role": "user", "content": "你好 world, 12"}]
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
         read = post("/tokenize", content=TEXT, parse_special=True, add_special=True)["tokens"]
-        prompt = post("/apply-template", messages=chat)["prompt"]
-        # The prompt must not have a bos token that the server will add itself.
-        prompt_ids = post("/tokenize", content=prompt, parse_special=True, add_special=True)["tokens"]
-    assert read == tokenizer(TEXT).input_ids
-    expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert prompt_ids == tokenizer(expected, add_special_tokens=False).input_ids
-    assert expected.endswith(prompt)
+        assert read == tokenizer(TEXT).input_ids
+        for messages, tools in ((CHAT[:1], None), (CHAT[:1], [TOOL]), (CHAT[:3], [TOOL]), (CHAT, [TOOL])):
+            sent = json.loads(json.dumps(messages))
+            for call in (call for message in sent for call in message.get("tool_calls", ())):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            prompt = post("/apply-template", messages=sent, tools=tools or [])["prompt"]
+            # The prompt must not have a bos token that the server will add itself.
+            prompt_ids = post("/tokenize", content=prompt, parse_special=True, add_special=True)["tokens"]
+            expected = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            assert prompt_ids == tokenizer(expected, add_special_tokens=False).input_ids
+            assert expected.endswith(prompt)
 
 
 @needs_llama_cpp
