@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.names import hint
 from ..runtime.signals import running_user_code
+from ..tokenizer.content_parts import fit_contents
 
 
 with needing_extra("eval", "Evaluation tasks need lm-eval"):
@@ -41,6 +42,10 @@ class RankHFLM(HFLM):
     @property
     def world_size(self) -> int:
         return PartialState().num_processes
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        messages = fit_contents(self.tokenizer, chat_history, self.tokenizer.get_chat_template())
+        return super().apply_chat_template(messages, add_generation_prompt)
 
 
 class BosHFLM(RankHFLM):

@@ -83,7 +83,8 @@ def _find_end(rendered: str, through: str, start: int, control: re.Pattern[str])
         through (`str`): the conversation up to this answer.
     """
     if rendered.startswith(through):
-        return len(through)
+        # A space behind the stop token, as LLaVA's, may share its token with the next message.
+        return max(start, len(through.rstrip(" ")))
     # Templates such as Phi-3's write further control tokens behind the last answer.
     same = next(i for i, (a, b) in enumerate(zip(rendered + "\0", through + "\1", strict=False)) if a != b)
     end = max((match.end() for match in control.finditer(rendered, start, same)), default=start)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..runtime.errors import UserError
+from .content_parts import fit_contents
 
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -136,7 +137,7 @@ def render_guarded(
         chat_template = tokenizer.get_chat_template(chat_template, tools)
         # NOTE: `apply_chat_template` returns a mask of tokens instead of these ranges of characters.
         (rendered,), spans = render_jinja_template(
-            conversations=[guard_control_tokens(tokenizer, filled)],
+            conversations=[guard_control_tokens(tokenizer, fit_contents(tokenizer, filled, chat_template))],
             tools=guard_control_tokens(tokenizer, tools),
             chat_template=chat_template,
             return_assistant_tokens_mask="endgeneration" in chat_template,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from lm_eval.tasks import TaskManager
+from trl.chat_template_utils import smolvlm_chat_template
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.evaluation.evaluation import GROUPS
@@ -82,16 +83,19 @@ def test_every_task_of_the_groups_exists():
     assert {task for group in GROUPS.values() for task in group} <= set(known)
 
 
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_only_a_chat_model_is_asked_in_its_template(is_chat, talker, tasks):  # noqa: F811
+@pytest.mark.parametrize(("is_chat", "in_parts"), [(True, False), (True, True), (False, False)])
+def test_only_a_chat_model_is_asked_in_its_template(is_chat, in_parts, talker, tasks):  # noqa: F811
     model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
+    if in_parts:
+        tokenizer.chat_template = smolvlm_chat_template
     seen: list[list[int]] = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.extend(args[0].tolist()), with_kwargs=True)
     evaluate_tasks(model, tokenizer, ["toy_choice"], include_path=[str(tasks)], batch_size=1, is_chat=is_chat)
     for example in EXAMPLES:
-        message = {"role": "user", "content": example["question"]}
+        question = example["question"]
+        message = {"role": "user", "content": [{"type": "text", "text": question}] if in_parts else question}
         chat = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=True)["input_ids"]
-        plain = [tokenizer.bos_token_id, *tokenizer(example["question"], add_special_tokens=False).input_ids]
+        plain = [tokenizer.bos_token_id, *tokenizer(question, add_special_tokens=False).input_ids]
         for choice in example["choices"]:
             # The model does not read the last token, which it has to predict.
             rest = tokenizer(choice if is_chat else f" {choice}", add_special_tokens=False).input_ids[:-1]

@@ -15,7 +15,7 @@ from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.chat_template import add_marks
-from hf_pretrain.tokenizer.control_tokens import encode_prompt
+from hf_pretrain.tokenizer.control_tokens import encode_prompt, find_turn_end
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
@@ -24,8 +24,8 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 NAMES = sorted(path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.jinja"))
 SPECIAL = re.compile(r"<\|[^|<>\s]+\|?>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|<\w+\|>|\[gMASK\]|<sop>|</s>")
 MARK = re.compile(r"({%-?)\s*(?:end)?generation\s*(-?%})")
-# The templates for images take lists of contents, which no conversation of this package has.
-OTHER_CONTENT = {"idefics3", "llava_next", "smolvlm"}
+# These templates for images take texts as lists of parts only: they drop or refuse other texts.
+IN_PARTS = {"idefics3", "llava_next", "smolvlm"}
 # The prompt of inference does not begin the text of training: it begins a thought that the conversation never shows.
 UNTRAINED = {"deepseek_r1_distill", "deepseekv3"}
 # TRL also trains tokens of the generation prompt, which the model never generates, and in gptoss `<|end|>` where a
@@ -71,7 +71,11 @@ def with_template(base, template):
     return tokenizer
 
 
-def prompt_ends(tokenizer, messages, ids, marked):
+def in_parts(messages):
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def prompt_ends(tokenizer, messages, ids):
     """Return the number of tokens before each answer that the model would generate so; `None` for others."""
     ends = []
     for place in [place for place, message in enumerate(messages) if message["role"] == "assistant"]:
@@ -87,14 +91,14 @@ def prompt_ends(tokenizer, messages, ids, marked):
     return ends
 
 
-def compare(tokenizer, messages, marked):
+def compare(tokenizer, messages, marked, fit=list):
     """
     Return our mask, TRL's, and TRL's without what the model does not generate. Return `None` if the texts differ, or
-    the template refuses a role or drops a thought.
+    the template refuses a role or drops a thought. TRL's template gets what `fit` makes of the messages.
     """
     kind = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     try:
-        theirs = tokenizer.apply_chat_template(messages, chat_template=marked, **kind)
+        theirs = tokenizer.apply_chat_template(fit(messages), chat_template=marked, **kind)
         ids, numbers = encode_conversation(
             tokenizer, json.loads(read_conversation({"messages": messages}))["messages"]
         )
@@ -105,13 +109,13 @@ def compare(tokenizer, messages, marked):
     mask, expected = np.array(numbers) > 0, np.array(theirs["assistant_masks"], bool)
     whole = expected.copy()
     starts = np.flatnonzero(np.diff(expected.astype(int), prepend=0) == 1)
-    for start, end in zip(starts, prompt_ends(tokenizer, messages, ids, marked), strict=True):
+    for start, end in zip(starts, prompt_ends(tokenizer, fit(messages), ids), strict=True):
         stop = start + np.argmin([*expected[start:], False])
         expected[start : stop if end is None else max(end, start)] = False
     return mask.tolist(), whole.tolist(), expected.tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHER_CONTENT | UNTRAINED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNTRAINED])
 @pytest.mark.parametrize("source", ["plain", "marked"])
 def test_answers_are_where_trl_marks_them(base, name, source):
     marked = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
@@ -132,15 +136,39 @@ def test_answers_are_where_trl_marks_them(base, name, source):
     set_template(tokenizer)
     # Gemma 4 ends a call with `<|tool_response>`. We train this stop token, and TRL does not.
     messages = CONVERSATIONS[: 4 if name == "diffusion_gemma" else None]
-    results = [compare(tokenizer, conversation, marked) for conversation in messages]
+    fit = in_parts if name in IN_PARTS else list
+    results = [compare(tokenizer, conversation, marked, fit) for conversation in messages]
     found = [result for result in results if result is not None]
-    assert len(found) >= 2
+    # Templates for images know no tools and thoughts.
+    assert len(found) >= 2 + (name in IN_PARTS)
     assert any(found[0][0])
     for ours, theirs, expected in found:
         assert ours == expected
         assert name in LONGER | DROPPED or ours == theirs
     is_equal = [ours == theirs for ours, theirs, _ in found]
     assert any(is_equal) != (name in LONGER)
+
+
+@pytest.mark.parametrize("name", sorted(IN_PARTS))
+def test_texts_for_templates_that_take_parts_only(name):
+    """Prompts are those of transformers, data may have both forms, and a typed stop token stays text."""
+    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    # SmolVLM has this tokenizer with further special tokens.
+    tokenizer = with_template(load_tokenizer("embedded:smollm2"), template)
+    assert set_template(tokenizer) is None
+    prompt = CONVERSATIONS[1][:3]
+    expected = tokenizer.apply_chat_template(in_parts(prompt), add_generation_prompt=True).input_ids
+    assert encode_prompt(tokenizer, prompt) == encode_prompt(tokenizer, in_parts(prompt)) == expected
+    texts = [read_conversation({"messages": form}) for form in (CONVERSATIONS[1], in_parts(CONVERSATIONS[1]))]
+    encoded = ConversationEncoder()(texts, tokenizer, max_length=200)
+    first, second = encoded["input_ids"]
+    assert first == second and first[: len(expected)] == expected
+    stop, behind = ("</s>", "") if name == "llava_next" else ("<end_of_utterance>", "\n")
+    assert tokenizer.decode(find_turn_end(tokenizer)) == stop
+    ids, numbers = encode_conversation(tokenizer, [user("Why?"), assistant(f"a{stop}b")])
+    trained = [token for token, number in zip(ids, numbers, strict=True) if number]
+    assert tokenizer.decode(trained) == f" a{stop}b{stop}{behind}"
+    assert trained.count(find_turn_end(tokenizer)) == 1
 
 
 @pytest.mark.parametrize("name", sorted(UNTRAINED))
