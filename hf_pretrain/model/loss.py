@@ -237,8 +237,7 @@ class _LinearLoss(torch.autograd.Function):
         # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         sums = [hidden.new_zeros((), dtype=torch.float32) for _ in losses]
-        # `device == "cpu"` is 0 or 1 and picks one of the two limits.
-        num_rows = max(MIN_ROWS, MAX_LOGITS[device == "cpu"] // len(weight))
+        num_rows = max(MIN_ROWS, MAX_LOGITS[1 if device == "cpu" else 0] // len(weight))
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
@@ -255,7 +254,9 @@ class _LinearLoss(torch.autograd.Function):
                 if wants_hidden:
                     # Write into the result, so that no second buffer of this size is needed.
                     torch.mm(grad_logits, matrix, out=grad_hidden[rows])
-                if wants_weight:
+                if wants_weight and hidden.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad_logits.T, hidden[rows])  # one pass over the sum instead of two
+                elif wants_weight:
                     grad_weight += grad_logits.T @ hidden[rows]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden_states.dtype, weight.dtype
