@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
             check_chat_template(tokenizer)
     thinking, hosts = THINK[args.think], [args.host, *args.allowed_hosts]
     options = {"host": args.host, "hosts": hosts, "device": "cpu" if args.use_cpu else "auto", "dtype": args.dtype}
-    options |= {"default_seed": args.seed, "rope_scaling": args.inference_rope_scaling}
+    options |= {"default_seed": args.seed, "rope_scaling": args.inference_rope_scaling, "engine": args.engine}
     options |= {"chat_template_kwargs": json.dumps(thinking_variables(thinking))}
     servers = [serve_model(name, port=number, **options) for name, number in zip(names, ports, strict=True)]
     if args.web:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..runtime.errors import needing_extra
 from ..tokenizer.control_tokens import thinking_variables
-from .serving import HostGuard
+from .guards import HostGuard
 from .terminal_chat import last_turns
 from .tools import MAX_TOOL_ROUNDS, call_tool
 

@@ -1,6 +1,7 @@
 """Flags and model of the commands that answer: `recipes/chat.py`, `recipes/generate.py` and `recipes/serve.py`."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..checkpoints.directory import find_newest_run
 from ..runtime.devices import default_device_type, refuse_unused_gpu
+from ..runtime.errors import UserError
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
 from ..weights.adapters import is_adapted
 from ..weights.model_arguments import ModelArguments, load_model
+from .llama_cpp import LlamaCppModel
 from .terminal_chat import is_base_model
 
 
@@ -28,6 +31,11 @@ def add_model_flags(parser: RecipeParser) -> None:
         "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
     )
     parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
+    parser.add_argument(
+        "--engine",
+        choices=("llama.cpp", "transformers"),
+        help="what generates; by default llama.cpp on a CPU for every model that it can run",
+    )
     # As the other recipes have it.
     metadata = ModelArguments.__dataclass_fields__["inference_rope_scaling"].metadata
     parser.add_argument("--inference_rope_scaling", metavar="LENGTH:FACTOR", **metadata)
@@ -55,7 +63,9 @@ def make_inference_parser(description: str) -> RecipeParser:
     return parser
 
 
-def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def load_for_inference(
+    args: argparse.Namespace,
+) -> tuple[PreTrainedModel | LlamaCppModel, PreTrainedTokenizerFast]:
     """
     Return the model and the tokenizer that the flags name, and seed the sampling. Complete `model_name_or_path`, the
     newest run by default, and `raw`, which is on by default for base models. Turn `think` into a boolean or `None`.
@@ -70,10 +80,29 @@ def load_for_inference(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTr
     # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
-    set_seed(args.seed)
     args.think = THINK[args.think]
     args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
-    return model, tokenizer
+    answering = with_engine(model, args.engine)
+    set_seed(args.seed)
+    return answering, tokenizer
+
+
+def with_engine(model: Any, engine: str | None) -> Any:
+    """
+    Return the model in llama.cpp if `engine` says so, or by default if it is on a CPU and llama.cpp can run it.
+
+    Raises:
+        `UserError`: if `engine` is `"llama.cpp"`, and it cannot run the model.
+    """
+    if engine == "transformers" or engine is None and model.device.type != "cpu":
+        return model
+    try:
+        return LlamaCppModel(model.merge_and_unload() if is_adapted(model) else model)
+    except UserError as error:
+        if engine is not None:
+            raise
+        print(f"transformers generates, which is slower: {error}", file=sys.stderr)
+        return model
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -103,7 +103,12 @@ def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor
 
 
 def write_gguf(
-    model: MiniMindForCausalLM, directory: Path, *, name: str, tokenizer: PreTrainedTokenizerFast | None, dtype: str
+    model: MiniMindForCausalLM,
+    directory: Path,
+    *,
+    name: str,
+    tokenizer: PreTrainedTokenizerFast | Literal["ids"] | None,
+    dtype: str,
 ) -> Path:
     """
     Write `model.gguf` and return its path; for a tokenizer with a chat template, also Ollama's `Modelfile`.
@@ -112,7 +117,8 @@ def write_gguf(
         model ([`MiniMindForCausalLM`]): the model.
         directory (`Path`): an existing directory.
         name (`str`): the name of the model that programs show.
-        tokenizer ([`PreTrainedTokenizerFast`], *optional*): written into the file.
+        tokenizer ([`PreTrainedTokenizerFast`] or `"ids"`, *optional*): written into the file. `"ids"` writes a
+            vocabulary of numbers, without special tokens, for programs that exchange only ids with llama.cpp.
         dtype (`str`): a key of `GGUF_TYPES`, for matrices. Norms and routers stay float32, as in llama.cpp. In the
             last three types, a matrix whose row length is not a multiple of 32 (a block) is written in F16.
 
@@ -129,6 +135,11 @@ def write_gguf(
     if tokenizer is None:
         # llama.cpp loads such a file, but accepts only ids, no text.
         writer.add_tokenizer_model("no_vocab")
+    elif tokenizer == "ids":
+        # The only kind of llama.cpp that has no special tokens by default.
+        writer.add_tokenizer_model("rwkv")
+        writer.add_token_list([f"{index}," for index in range(model.config.vocab_size)])
+        writer.add_token_types([gguf.TokenType.NORMAL] * model.config.vocab_size)
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
         if tokenizer.chat_template:

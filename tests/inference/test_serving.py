@@ -1,5 +1,6 @@
 """The server, tested with the official `openai` client and with raw requests."""
 
+import itertools
 import json
 import runpy
 import shutil
@@ -8,16 +9,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import ForcedEOSTokenLogitsProcessor, LogitsProcessorList
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.inference.serving import MAX_BYTES, check_ports, model_manager
+from hf_pretrain.inference.guards import MAX_BYTES
+from hf_pretrain.inference.llama_cpp import LlamaCppModel
+from hf_pretrain.inference.serving import check_ports, model_manager
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
@@ -39,6 +42,13 @@ def client(talker, tmp_path_factory):
             yield found
 
 
+@pytest.fixture(scope="module", params=["llama.cpp", "transformers"])
+def each(request, talker) -> Iterator[openai.OpenAI]:
+    """Return a client for each engine."""
+    with served(str(talker), engine=request.param) as found:
+        yield found
+
+
 def test_only_the_model_is_listed_and_only_on_loopback(client):
     assert [model.id for model in client.models.list()] == [client.served]
     listening = [each for each in psutil.Process().net_connections() if each.status == "LISTEN"]
@@ -46,10 +56,10 @@ def test_only_the_model_is_listed_and_only_on_loopback(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_stands_apart(client, stream):
-    assert texts(ask(client, SUM[:1], stream=stream), stream) == ("add them", "It is four.")
+def test_reasoning_stands_apart(each, stream):
+    assert texts(ask(each, SUM[:1], stream=stream), stream) == ("add them", "It is four.")
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert texts(ask(client, SUM[:1], stream=stream, extra_body=off), stream) == ("", "It is four.")
+    assert texts(ask(each, SUM[:1], stream=stream, extra_body=off), stream) == ("", "It is four.")
 
 
 # As MiniMind's chat_api.py sends it, to a model that this machine does not have.
@@ -75,15 +85,15 @@ def test_minimind_clients_switch_the_reasoning_and_may_name_any_model(client, fi
     assert {name.removesuffix("@main") for name in (answer.model, completion.model)} == {client.served}
 
 
-def test_a_stream_arrives_in_pieces_with_whole_letters(client):
+def test_a_stream_arrives_in_pieces_with_whole_letters(each):
     """The toy tokenizer has no token for any of these letters."""
-    chunks = [chunk.choices[0].delta.content or "" for chunk in ask(client, CHINESE[:1], stream=True)]
+    chunks = [chunk.choices[0].delta.content or "" for chunk in ask(each, CHINESE[:1], stream=True)]
     assert "".join(chunks) == CHINESE[1]["content"] and set(CHINESE[1]["content"]) <= set(chunks)
 
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}])
-def test_a_tool_is_called_and_its_result_is_used(client, options):
-    answer = ask(client, WEATHER[:1], tools=[TOOL], **options)
+def test_a_tool_is_called_and_its_result_is_used(each, options):
+    answer = ask(each, WEATHER[:1], tools=[TOOL], **options)
     if options:
         chunks = [chunk.choices[0] for chunk in answer]
         (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
@@ -97,15 +107,15 @@ def test_a_tool_is_called_and_its_result_is_used(client, options):
         {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]},
         {"role": "tool", "tool_call_id": call.id, "content": "rain"},
     ]
-    assert ask(client, messages, tools=[TOOL]).choices[0].message.content == "It rains in Oslo."
+    assert ask(each, messages, tools=[TOOL]).choices[0].message.content == "It rains in Oslo."
 
 
-def test_only_a_temperature_samples(client):
+def test_only_a_temperature_samples(each):
     """The toy model is certain of its answers; only a high temperature makes it err."""
-    hot = [str(ask(client, SUM[:1], temperature=50, max_tokens=10).choices[0].message) for _ in range(2)]
+    hot = [str(ask(each, SUM[:1], temperature=50, max_tokens=10).choices[0].message) for _ in range(2)]
     assert hot[0] != hot[1] and not any("It is four." in text for text in hot)
     for temperature in (openai.omit, 0):
-        assert ask(client, SUM[:1], temperature=temperature).choices[0].message.content == "It is four."
+        assert ask(each, SUM[:1], temperature=temperature).choices[0].message.content == "It is four."
 
 
 # Refused requests
@@ -216,15 +226,15 @@ def test_messages_may_hold_the_fields_that_clients_send_back(client):
     assert ask(client, messages, max_completion_tokens=1).usage.completion_tokens == 1
 
 
-def test_a_stop_string_ends_an_answer(client):
-    answer = ask(client, SUM[:1], stop=["five", "is"])
+def test_a_stop_string_ends_an_answer(each):
+    answer = ask(each, SUM[:1], stop=["five", "is"])
     assert texts(answer, stream=False) == ("add them", "It is") and answer.choices[0].finish_reason == "stop"
 
 
-def test_an_answer_ends_where_the_positions_do(client):
+def test_an_answer_ends_where_the_positions_do(each):
     """Otherwise it would continue past the rotary table, and end in an error. The toy model has 1,024 positions."""
     body = {"prompt": "x y" * 300, "temperature": 50, "max_tokens": 5000}
-    lengths = [post(client, COMPLETION, body).json()["usage"]["total_tokens"] for _ in range(3)]
+    lengths = [post(each, COMPLETION, body).json()["usage"]["total_tokens"] for _ in range(3)]
     assert max(lengths) <= 1024
 
 
@@ -234,13 +244,13 @@ def test_an_answer_ends_where_the_positions_do(client):
 @pytest.fixture
 def prompts(monkeypatch) -> list[list[int]]:
     """Return the token ids of the prompts that the served model gets."""
-    seen, generate = [], MiniMindForCausalLM.generate
+    seen, generate = [], LlamaCppModel.generate
 
     def record(self, *args, input_ids, **options):
         seen.append(input_ids[0].tolist())
         return generate(self, *args, input_ids=input_ids, **options)
 
-    monkeypatch.setattr(MiniMindForCausalLM, "generate", record)
+    monkeypatch.setattr(LlamaCppModel, "generate", record)
     return seen
 
 
@@ -292,13 +302,8 @@ def test_a_conversation_is_encoded_as_by_transformers_and_control_tokens_of_user
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_that_is_not_closed_has_no_stop_token(client, stream, monkeypatch):
     """The model stops where the thought should be closed."""
-    generate = MiniMindForCausalLM.generate
-
-    def stop_early(self, *args, **options):
-        stop = LogitsProcessorList([ForcedEOSTokenLogitsProcessor(options["input_ids"].shape[1] + 4, 2, "cpu")])
-        return generate(self, *args, logits_processor=stop, **options)
-
-    monkeypatch.setattr(MiniMindForCausalLM, "generate", stop_early)
+    tokens = LlamaCppModel._tokens
+    monkeypatch.setattr(LlamaCppModel, "_tokens", lambda *args: [*itertools.islice(tokens(*args), 3), 2])
     thought, content = texts(ask(client, SUM[:1], stream=stream), stream)
     assert thought and "add them".startswith(thought) and content == ""
 

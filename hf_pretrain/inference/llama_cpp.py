@@ -1,0 +1,187 @@
+"""
+llama.cpp as the engine of answers on a CPU: several times as fast as `generate` of transformers.
+
+The weights go into a GGUF file in float16, and llama.cpp's server runs it in a process of its own. Only token ids go
+in and out: prompts are those of the tokenizer and its chat template, whatever llama.cpp knows about them.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+from ..model.modeling_minimind import MiniMindForCausalLM
+from ..runtime.errors import UserError
+from ..weights.exporting import choose_layout
+from ..weights.gguf import write_gguf
+
+
+_PROCESS = Path(__file__).with_name("llama_cpp_process.py")
+# Bytes of keys and values, which llama.cpp allocates at once. They limit the positions of large models.
+_CACHE_BYTES = 2**31
+NUM_SEQUENCES = 16
+# The largest difference of a log-probability from that of transformers. Rounding to float16 gives about 0.02.
+_TOLERANCE = 0.25
+
+
+class LlamaCppModel:
+    """
+    A model that generates with llama.cpp, and has what [`~inference.terminal_chat.Chat`] and
+    [`~inference.batch_answers.write_answers`] use of a `PreTrainedModel`.
+
+    Args:
+        model ([`MiniMindForCausalLM`]): the model, in eval mode. It is not needed any more afterwards.
+
+    Attributes:
+        config ([`MiniMindConfig`]): that of the model, with the positions that the cache has room for.
+
+    Raises:
+        `UserError`: if llama.cpp is not installed, cannot hold or start the model, or computes other logits.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: MiniMindForCausalLM):
+        if find_spec("xllamacpp") is None:
+            raise UserError("llama.cpp is not installed; pip install xllamacpp.")
+        choose_layout(model.config, "gguf", dtype="float16")
+        self.config, self.generation_config = copy.deepcopy(model.config), model.generation_config
+        self.name_or_path = model.name_or_path
+        # Keys and values in float16.
+        position = 4 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim
+        self.config.max_position_embeddings = min(self.config.max_position_embeddings, _CACHE_BYTES // position)
+        numbers = (self.config.max_position_embeddings, NUM_SEQUENCES, torch.get_num_threads())
+        with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            path = write_gguf(model, Path(directory), name="MiniMind", tokenizer="ids", dtype="float16")
+            # A session of its own, so that Ctrl-C ends the answer and not the process.
+            self._process = subprocess.Popen(
+                [sys.executable, str(_PROCESS), str(path), *map(str, numbers)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+            self._stop = weakref.finalize(self, self._process.kill)
+            assert self._process.stdout is not None
+            self._address = next((line.strip() for line in self._process.stdout if line.startswith("http")), None)
+        if self._address is None:
+            raise UserError(f"llama.cpp did not start: its process ended with status {self._process.wait()}.")
+        self._check(model)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """
+        Continue prompts as `generate` of transformers does with the same arguments, except for the random numbers.
+        Several threads may generate at once.
+
+        Args:
+            input_ids, attention_mask (`torch.LongTensor` of shape `(batch_size, seq_len)`): the prompts, padded on the
+                left; with a `streamer` a single one.
+            generation_config (`GenerationConfig`, *optional*), options: the length of the answers and the sampling; by
+                default those of the model.
+            tokenizer ([`PreTrainedTokenizerFast`], *optional*): finds `stop_strings`.
+
+        Returns:
+            `torch.LongTensor` of shape `(batch_size, seq_len + num_new_tokens)`, padded on the right.
+        """
+        config = copy.deepcopy(generation_config or self.generation_config)
+        config.update(**options)
+        prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+        seeds = torch.randint(2**31, (len(prompts),)).tolist()
+        answers: list[list[int]] = [[]]
+        if streamer is not None:
+            streamer.put(input_ids)
+            for token in self._tokens(prompts[0], seeds[0], config, tokenizer):
+                answers[0].append(token)
+                streamer.put(torch.tensor([token]))
+            streamer.end()
+        else:
+            # What does not fit into the cache at once waits.
+            at_once = self.config.max_position_embeddings // (max(map(len, prompts)) + config.max_new_tokens)
+            with ThreadPoolExecutor(max(1, min(NUM_SEQUENCES, at_once))) as pool:
+                try:
+                    runs = pool.map(lambda ids, seed: [*self._tokens(ids, seed, config, tokenizer)], prompts, seeds)
+                    answers = list(runs)
+                except KeyboardInterrupt:
+                    # The threads end with the process.
+                    self._stop()
+                    raise
+        width = max(map(len, answers))
+        padded = [answer + [config.pad_token_id or 0] * (width - len(answer)) for answer in answers]
+        return torch.cat([input_ids, torch.tensor(padded, dtype=torch.long)], dim=1)
+
+    def _tokens(
+        self, prompt: list[int], seed: int, config: GenerationConfig, tokenizer: PreTrainedTokenizerFast | None
+    ) -> Iterator[int]:
+        """Yield the tokens of an answer, the stop token included. llama.cpp ends the answer when the iterator ends."""
+        options: dict[str, Any] = {"n_predict": config.max_new_tokens, "seed": seed}
+        # The order of transformers, whose penalty sees the whole text.
+        options |= {"samplers": ["penalties", "temperature", "top_k", "top_p"]}
+        options |= {"repeat_last_n": self.config.max_position_embeddings}
+        given = {"temperature": config.temperature if config.do_sample else 0.0, "top_k": config.top_k}
+        given |= {"top_p": config.top_p, "repeat_penalty": config.repetition_penalty}
+        given["logit_bias"] = [[ids[0], bias] for ids, bias in (config.sequence_bias or {}).items()]
+        # transformers' own default of each of these changes nothing; llama.cpp's does.
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repeat_penalty": 1.0}
+        options |= neutral | {name: value for name, value in given.items() if value is not None}
+        stop = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        strings = config.stop_strings or ()
+        # Each token holds at least one byte of a string, and a letter at most four.
+        tail: deque[int] = deque(maxlen=4 * max(map(len, strings), default=0) + 4)
+        for chunk in self._post(prompt=prompt, stream=True, return_tokens=True, **options):
+            for token in chunk["tokens"]:
+                yield token
+                tail.append(token)
+                if token in stop or tokenizer and strings and any(s in tokenizer.decode(list(tail)) for s in strings):
+                    return
+
+    def _post(self, **content: Any) -> Iterator[dict[str, Any]]:
+        """Yield the parts of the server's response."""
+        assert self._address is not None
+        connection = HTTPConnection(self._address.removeprefix("http://"))
+        try:
+            connection.request("POST", "/completion", json.dumps(content), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"llama.cpp refused a request: {response.read().decode()}")
+            for line in response:
+                if line.startswith(b"data: "):
+                    yield json.loads(line.removeprefix(b"data: "))
+        except (OSError, HTTPException) as error:
+            raise RuntimeError(f"llama.cpp has ended while it answered: {error!r}") from error
+        finally:
+            connection.close()
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel) -> None:
+        """Compare the probabilities of the next token with those of the model."""
+        ids = torch.arange(16) * (self.config.vocab_size // 16)
+        expected = model(ids[None].to(model.device)).logits[0, -1].float().log_softmax(-1)
+        (first, *_) = self._post(prompt=ids.tolist(), n_predict=1, temperature=0.0, n_probs=10, stream=True)
+        found = first["completion_probabilities"][0]["top_logprobs"]
+        difference = max(abs(expected[entry["id"]].item() - entry["logprob"]) for entry in found)
+        # NaN is not smaller, either.
+        if not difference <= _TOLERANCE:
+            raise UserError(f"llama.cpp computes other probabilities of tokens: they differ by {difference:.2g} nats.")

@@ -1,0 +1,29 @@
+"""
+The process of llama.cpp's server. It ends with its standard input, so it does not outlive the program that started it.
+
+    python llama_cpp_process.py FILE NUM_POSITIONS NUM_SEQUENCES NUM_THREADS
+"""
+
+import os
+import sys
+
+import xllamacpp
+
+
+def main(path: str, *numbers: str) -> None:
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx, params.n_parallel, params.cpuparams.n_threads = map(int, numbers)
+    params.cpuparams_batch.n_threads = params.cpuparams.n_threads
+    # All sequences share the positions.
+    params.kv_unified, params.warmup, params.n_gpu_layers, params.verbosity = True, False, 0, -1
+    params.ui = False
+    server = xllamacpp.Server(params)
+    print(server.listening_address, flush=True)
+    sys.stdin.read()
+    # NOTE: the destructor of the server sometimes hangs.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

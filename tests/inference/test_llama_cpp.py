@@ -1,0 +1,209 @@
+"""Answers by llama.cpp, beside those of `generate` of transformers with the same arguments."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.inference.inference_arguments import with_engine
+from hf_pretrain.inference.llama_cpp import LlamaCppModel
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.weights import gguf
+from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
+from tests.invariants.launching import cpu_environment
+from tests.talking import SUM
+from tests.weights.test_gguf import MODELS, build
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> LlamaCppModel:
+    return LlamaCppModel(model)
+
+
+def prompt_of(tokenizer, messages) -> dict[str, torch.Tensor]:
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return dict(tokenizer.apply_chat_template(messages, **options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_of_each_architecture(name):
+    model = build(**MODELS[name])
+    ids = torch.randint(6400, (1, 24), generator=torch.Generator().manual_seed(0))
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert LlamaCppModel(model).generate(ids, **how).tolist() == model.generate(ids, **how).tolist()
+
+
+def test_a_batch_of_prompts_of_several_lengths(model, tokenizer, engine):
+    texts = ["two and two?", "hello", "What is the weather in Oslo?"] * 8
+    chats = [prompt_of(tokenizer, [{"role": "user", "content": text}])["input_ids"][0].tolist() for text in texts]
+    batch = tokenizer.pad({"input_ids": chats}, padding_side="left", return_tensors="pt")
+    how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    expected = model.generate(**batch, **how)
+    assert engine.generate(**batch, **how).tolist() == expected.tolist()
+    # Longer together than the positions of the model: some of them wait.
+    assert expected.numel() > model.config.max_position_embeddings
+
+
+TOP_P = [TopPLogitsWarper(0.7)]
+
+
+@pytest.mark.parametrize(
+    ("options", "processors"),
+    [
+        ({}, []),
+        ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
+        ({"temperature": 1.5, "top_k": 5}, [TemperatureLogitsWarper(1.5), TopKLogitsWarper(5)]),
+        ({"temperature": 2.5, "top_p": 0.7}, [TemperatureLogitsWarper(2.5), *TOP_P]),
+        ({"temperature": 2.5, "top_k": 9, "top_p": 0.7}, [TemperatureLogitsWarper(2.5), TopKLogitsWarper(9), *TOP_P]),
+        ({"repetition_penalty": 1.8}, [RepetitionPenaltyLogitsProcessor(1.8)]),
+        ({"sequence_bias": {(70,): 2.0}}, [SequenceBiasLogitsProcessor({(70,): 2.0})]),
+    ],
+)
+@torch.no_grad()
+def test_tokens_are_drawn_from_the_distribution_of_transformers(options, processors, monkeypatch):
+    model = build()
+    engine, post, seen = LlamaCppModel(model), LlamaCppModel._post, []
+
+    def ask_for_probabilities(self, **content):
+        seen[:] = post(self, **content, n_probs=6400, post_sampling_probs=True)
+        yield seen[0]
+
+    monkeypatch.setattr(LlamaCppModel, "_post", ask_for_probabilities)
+    ids = torch.randint(6400, (1, 24), generator=torch.Generator().manual_seed(1))
+    config = GenerationConfig(max_new_tokens=1, do_sample=True, **options)
+    engine.generate(ids, torch.ones_like(ids), generation_config=config)
+    expected = LogitsProcessorList(processors)(ids, model(ids).logits[:, -1].float()).softmax(-1)[0]
+    found = {entry["id"]: entry["prob"] for entry in seen[0]["completion_probabilities"][0]["top_probs"]}
+    # Rounded logits may move the bound of `top_p` by some improbable tokens.
+    assert sum(probability for token, probability in found.items() if expected[token] == 0) <= 0.002
+    for token, probability in found.items():
+        assert probability == pytest.approx(expected[token].item(), rel=0.02, abs=1e-5) or expected[token] == 0
+    # The server leaves out improbable tokens.
+    assert sum(found.values()) == pytest.approx(1, abs=0.02)
+
+
+def test_samples_differ_and_a_seed_repeats_them(engine, tokenizer):
+    prompt = prompt_of(tokenizer, SUM[:1])
+    how = {"max_new_tokens": 12, "do_sample": True, "temperature": 50.0, "pad_token_id": 0}
+    samples = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        samples += [engine.generate(**prompt, **how).tolist() for _ in range(2)]
+    assert samples[:2] == samples[2:4] and samples[0] != samples[1] != samples[4] != samples[0]
+
+
+def test_stop_strings_end_an_answer_where_transformers_ends_it(model, tokenizer, engine):
+    prompt = prompt_of(tokenizer, SUM[:1])
+    how = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "pad_token_id": 0}
+    for strings in (["is fo"], ["em", "It"], ["nothing"]):
+        expected = model.generate(**prompt, **how, stop_strings=strings).tolist()
+        assert engine.generate(**prompt, **how, stop_strings=strings).tolist() == expected
+
+
+def test_threads_and_a_streamer_that_stops_early(engine, tokenizer):
+    """Ctrl-C, or a client that leaves, ends one answer and no other."""
+    prompt = prompt_of(tokenizer, SUM[:1])
+    how = {"do_sample": False, "pad_token_id": 0}
+
+    class Impatient(BaseStreamer):
+        def put(self, value):
+            if value.numel() == 1:
+                raise KeyboardInterrupt
+
+    with ThreadPoolExecutor() as threads:
+        others = [threads.submit(engine.generate, **prompt, **how, max_new_tokens=40) for _ in range(8)]
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(**prompt, **how, max_new_tokens=900, streamer=Impatient())
+    answers = {tokenizer.decode(other.result()[0]) for other in others}
+    assert len(answers) == 1 and "It is four." in answers.pop()
+
+
+def test_an_adapter_answers(model, tokenizer):
+    """The adapter is merged. Its second half is zero at first, so change it."""
+    adapted = add_adapter(MiniMindForCausalLM(model.config).eval(), AdapterArguments(use_peft=True))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    ids = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(0))
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = adapted.generate(input_ids=ids, **how).tolist()
+    found = with_engine(adapted, None)
+    assert isinstance(found, LlamaCppModel) and found.generate(ids, **how).tolist() == expected
+
+
+# What llama.cpp cannot run, or computes differently
+
+
+def large(model):
+    model.lm_head.weight.data[0, 0] = 1e6
+    return model
+
+
+SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: build(**SCALED), "scaled rotary positions"),
+        (lambda: build(hidden_act="gelu"), "the activation gelu"),
+        (lambda: large(build(tie_word_embeddings=False)), "overflow float16"),
+    ],
+)
+def test_transformers_generates_what_llama_cpp_cannot(make, words, capsys):
+    model = make()
+    assert with_engine(model, None) is model
+    assert "transformers generates, which is slower" in (said := capsys.readouterr().err) and words in said
+    with pytest.raises(UserError, match=words):
+        with_engine(model, "llama.cpp")
+    assert with_engine(model, "transformers") is model and not capsys.readouterr().err
+
+
+def test_other_probabilities_are_noticed(monkeypatch):
+    """Without the change of the rotated channels, the file holds another model."""
+    model = build(qk_norm=True)
+    monkeypatch.setattr(gguf, "is_rotated", lambda name: False)
+    with pytest.raises(UserError, match="llama.cpp computes other probabilities of tokens: they differ by"):
+        LlamaCppModel(model)
+
+
+def test_a_process_that_does_not_start_is_reported(model, monkeypatch, tmp_path):
+    (tmp_path / "process.py").write_text("import os; os.abort()")
+    monkeypatch.setattr("hf_pretrain.inference.llama_cpp._PROCESS", tmp_path / "process.py")
+    with pytest.raises(UserError, match="llama.cpp did not start: its process ended with status -6"):
+        LlamaCppModel(model)
+
+
+HOLD = """
+import sys, time
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.inference.llama_cpp import LlamaCppModel
+
+engine = LlamaCppModel(MiniMindForCausalLM.from_pretrained(sys.argv[1]).eval())
+print(engine._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_does_not_outlive_a_killed_program(talker):
+    program = [sys.executable, "-c", HOLD, str(talker)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=cpu_environment()) as holder:
+        child = psutil.Process(int(holder.stdout.readline()))
+        os.kill(holder.pid, signal.SIGKILL)
+    child.wait(30)
+    assert not child.is_running()
