@@ -3,21 +3,24 @@ accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP,
 
 On CPUs, accelerate turns FSDP into DDP. `Fsdp2Trainer` therefore sets FSDP's plug-in, prepared as on a GPU. The rest
 is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
+
+As a program, this file trains each model in both ways and writes the results of each rank to files.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.training import training_arguments
 from tests import trainers
+from tests.invariants.launching import launcher_command, start
 from tests.toys import EXPERTS, toy_model
 
 
@@ -73,18 +76,16 @@ def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) ->
     }
 
 
-def worker(rank: int, directory: Path):
-    torch.set_num_threads(1)
+def main(directory: Path) -> None:
     # It refuses FSDP on a CPU.
     training_arguments.check_device = lambda args: None
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     for name in MODELS:
         for trainer_class in (MaskedLossTrainer, Fsdp2Trainer):
             if trainer_class is Fsdp2Trainer:
                 os.environ.update(FSDP)
             result = train(trainer_class, name, directory)
-            torch.save(result, directory / f"{name}-{trainer_class.__name__}-{rank}.pt")
+            torch.save(result, directory / f"{name}-{trainer_class.__name__}-{dist.get_rank()}.pt")
             for variable in FSDP:
                 os.environ.pop(variable, None)
             AcceleratorState._reset_state(reset_partial_state=False)
@@ -94,7 +95,8 @@ def worker(rank: int, directory: Path):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("fsdp2")
-    mp.start_processes(worker, (directory,), nprocs=2, start_method="spawn")
+    result = start([*launcher_command("torchrun"), __file__, str(directory)])
+    assert result.returncode == 0, result.stdout[-3000:]
     return directory
 
 
@@ -117,3 +119,7 @@ def test_fsdp2_in_bf16_equals_ddp_in_bf16(directory, name):
     # bf16 change them by 3e-4 and more.
     for key, weight in ddp["weights"].items():
         torch.testing.assert_close(fsdp["weights"][key], weight, rtol=0, atol=2e-4)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -2,20 +2,22 @@
 Two ranks over gloo give the same logits, gradients and updates of Muon as one process: under DDP, and under
 transformers' own `DistributedConfig` with tensor and expert parallelism and FSDP2, which read the plans of
 `MiniMindConfig`.
+
+As a program, this file evaluates all cases and writes the results of each rank to files.
 """
 
-import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers.distributed import DistributedConfig
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.training.optimizers import Muon, is_matrix_of_muon, muon_parameter_groups
+from tests.invariants.launching import launcher_command, start
 
 
 pytestmark = pytest.mark.distributed
@@ -63,11 +65,9 @@ def evaluate(directory: Path, layout: str | None, input_ids: torch.Tensor, rank:
     return result
 
 
-def worker(rank: int, directory: Path, input_ids: torch.Tensor):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    store = dist.FileStore(str(directory / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, input_ids = dist.get_rank(), torch.load(directory / "input_ids.pt")
     for name, layout in CASES:
         result = evaluate(directory / name, layout, input_ids, rank)
         torch.save(result, directory / f"{name}-{layout}-{rank}.pt")
@@ -81,7 +81,9 @@ def directory(build_model, input_ids, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("parallelism")
     for name, overrides in MODELS.items():
         build_model(**overrides).save_pretrained(directory / name)
-    mp.start_processes(worker, (directory, input_ids), nprocs=2, start_method="spawn")
+    torch.save(input_ids, directory / "input_ids.pt")
+    result = start([*launcher_command("torchrun"), __file__, str(directory)])
+    assert result.returncode == 0, result.stdout[-3000:]
     return directory
 
 
@@ -129,3 +131,7 @@ def test_plans_name_modules_of_the_model(build_model, plan):
             names |= {".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in entries}
     entries = getattr(model, plan)
     assert entries and set(entries) <= names
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
