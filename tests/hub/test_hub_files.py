@@ -86,6 +86,8 @@ def test_without_a_connection_the_cache_answers(repo, hub, monkeypatch, is_offli
     # Nothing listens at port 9.
     connect(monkeypatch, "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    # The client would wait 23 seconds between its attempts.
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     with pytest.raises(ValueError, match="cannot be downloaded: .*(refused|offline mode)"):
         texts("user/data:sft/mini.jsonl")
