@@ -121,12 +121,12 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in chats])
     common = "--use_cpu --bf16 false --max_length 64 --logging_steps 1 --validation_fraction 0.1 --dataset_name"
     size = "--vocab_size 300 --config_overrides hidden_size=32,num_hidden_layers=1,num_attention_heads=4"
-    command = [sys.executable, "-m", "hf_pretrain_cli", "from_scratch", "--minutes", "0.8", "--preset", "tiny"]
+    command = [sys.executable, "-m", "hf_pretrain_cli", "from_scratch", "--minutes", "0.5", "--preset", "tiny"]
     command += ["--output_dir", str(tmp_path / "out"), "--sft_args", f"{common} {tmp_path}/chats.jsonl"]
     command += ["--pretrain_args", f"{common} {tmp_path}/text.jsonl {size}"]
     # A plan of an earlier launch: the first one has measured.
     (tmp_path / "out").mkdir()
-    flags = ["--max_minutes", "0.15", "--train_fraction", "1", "--validation_fraction", "0.1"]
+    flags = ["--max_minutes", "0.08", "--train_fraction", "1", "--validation_fraction", "0.1"]
     plan = {"used_seconds": 20.0, "preset": "tiny", "pace": 1e4, "flags": {"pretrain": flags}}
     (tmp_path / "out/plan.json").write_text(json.dumps(plan))
 
