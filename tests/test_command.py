@@ -16,7 +16,7 @@ import pytest
 
 import hf_pretrain
 import hf_pretrain_cli
-from tests.faults.driving import ranks, start, wait_for
+from tests.faults.driving import Stopwatch, command, make_workspace, ranks, start, wait_for
 from tests.invariants.launching import ROOT, cpu_environment, free_port, make_output
 
 
@@ -181,7 +181,7 @@ def test_make_refuses_cuda_without_a_gpu(no_gpus):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_the_message_of_a_rank_comes_last(launcher, tmp_path):
+def test_two_ranks_print_one_line_which_comes_last(launcher, tmp_path):
     """The programs of the launchers return 1, and print a traceback of their own below the message."""
     port = [] if launcher == "torchrun" else ["--master_port", str(free_port())]
     words = ["pretrain", "--use_cpu", "--nproc", "2", "--launcher", launcher, *port, "--max_length", "3"]
@@ -189,7 +189,7 @@ def test_the_message_of_a_rank_comes_last(launcher, tmp_path):
     result = run(command, cwd=ROOT, env=cpu_environment())
     printed, *_, error = result.stderr.splitlines()
     assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert error.startswith("error: --max_length 3 must be at least 8. ")
+    assert error.startswith("error: --max_length 3 must be at least 8. ") and result.stderr.count("error: ") == 1
     assert f"{launcher} " in printed and " recipes/pretrain.py --use_cpu" in printed
 
 
@@ -204,12 +204,15 @@ def test_the_message_of_a_rank_comes_last(launcher, tmp_path):
     ],
 )
 def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, status, last):
-    words = ["pretrain", "--preset", "tiny", "--use_cpu", "--nproc", "2", "--dataset_name", "embedded:idiom"]
-    command = [sys.executable, "-m", "hf_pretrain_cli", *words, "--save_steps", "2"]
-    with start([*command, "--output_dir", str(tmp_path / "run")]) as process:
+    _, _, *flags = command(make_workspace(tmp_path), tmp_path / "run", "--max_steps", "20000")
+    watch = Stopwatch()
+    with start([sys.executable, "-m", "hf_pretrain_cli", "pretrain", "--nproc", "2", *flags]) as process:
         wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
+        watch.begin()
         (process if victim == "launcher" else ranks(process)[1]).send_signal(number)
         output, _ = process.communicate(timeout=500)
+    # No rank waits for the one that died.
+    assert watch.seconds() < 30
     assert process.returncode == status and "torch/distributed/run.py" not in output, output[-3000:]
     assert last in output.splitlines()[-1], output[-3000:]
 
