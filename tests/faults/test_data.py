@@ -119,7 +119,7 @@ print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encod
 
 @pytest.mark.slow
 def test_a_killed_preparation_does_not_repeat_finished_steps(workspace, tmp_path):
-    texts = (f"document {number} of " + "seven quiet birds " * 20 for number in range(20_000))
+    texts = (f"document {number} of " + "seven quiet birds " * 20 for number in range(8_000))
     words = [sys.executable, "-c", PREPARE, write_jsonl(tmp_path / "a.jsonl", texts), str(workspace / "toy")]
 
     def finished() -> dict[str, tuple[int, int]]:
