@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..weights.exporting import choose_layout
-from ..weights.gguf import write_gguf
+from ..weights.gguf import id_text, write_gguf
 
 
 _PROCESS = Path(__file__).with_name("llama_cpp_process.py")
@@ -113,7 +113,7 @@ class LlamaCppModel:
         answers: list[list[int]] = [[]]
         if streamer is not None:
             streamer.put(input_ids)
-            for token in self._tokens(prompts[0], seeds[0], config, tokenizer):
+            for token in self._tokens(prompts[0], seeds[0], config, tokenizer, is_stream=True):
                 answers[0].append(token)
                 streamer.put(torch.tensor([token]))
             streamer.end()
@@ -133,9 +133,15 @@ class LlamaCppModel:
         return torch.cat([input_ids, torch.tensor(padded, dtype=torch.long)], dim=1)
 
     def _tokens(
-        self, prompt: list[int], seed: int, config: GenerationConfig, tokenizer: PreTrainedTokenizerFast | None
+        self,
+        prompt: list[int],
+        seed: int,
+        config: GenerationConfig,
+        tokenizer: PreTrainedTokenizerFast | None,
+        *,
+        is_stream: bool = False,
     ) -> Iterator[int]:
-        """Yield the tokens of an answer, the stop token included. llama.cpp ends the answer when the iterator ends."""
+        """Yield the tokens of an answer, the stop token included. A stream ends with the iterator."""
         options: dict[str, Any] = {"n_predict": config.max_new_tokens, "seed": seed}
         # The order of transformers, whose penalty sees the whole text.
         options |= {"samplers": ["penalties", "temperature", "top_k", "top_p"]}
@@ -147,18 +153,19 @@ class LlamaCppModel:
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repeat_penalty": 1.0}
         options |= neutral | {name: value for name, value in given.items() if value is not None}
         stop = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        options["stop"] = [id_text(token) for token in stop if token is not None]
         strings = config.stop_strings or ()
         # Each token holds at least one byte of a string, and a letter at most four.
         tail: deque[int] = deque(maxlen=4 * max(map(len, strings), default=0) + 4)
-        for chunk in self._post(prompt=prompt, stream=True, return_tokens=True, **options):
+        for chunk in self._post(prompt=prompt, stream=is_stream or bool(strings), return_tokens=True, **options):
             for token in chunk["tokens"]:
                 yield token
                 tail.append(token)
-                if token in stop or tokenizer and strings and any(s in tokenizer.decode(list(tail)) for s in strings):
+                if tokenizer and strings and any(string in tokenizer.decode(list(tail)) for string in strings):
                     return
 
     def _post(self, **content: Any) -> Iterator[dict[str, Any]]:
-        """Yield the parts of the server's response."""
+        """Yield the parts of the server's response; the whole response if it is no stream."""
         assert self._address is not None
         connection = HTTPConnection(self._address.removeprefix("http://"))
         try:
@@ -167,7 +174,7 @@ class LlamaCppModel:
             if response.status != 200:
                 raise RuntimeError(f"llama.cpp refused a request: {response.read().decode()}")
             for line in response:
-                if line.startswith(b"data: "):
+                if line.strip():
                     yield json.loads(line.removeprefix(b"data: "))
         except (OSError, HTTPException) as error:
             raise RuntimeError(f"llama.cpp has ended while it answered: {error!r}") from error

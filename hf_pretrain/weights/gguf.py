@@ -102,6 +102,11 @@ def gguf_tensors(model: MiniMindForCausalLM) -> Iterator[tuple[str, torch.Tensor
             yield name, part.contiguous()
 
 
+def id_text(token: int) -> str:
+    """Return the text of a token in a vocabulary of numbers. No text is a part of another."""
+    return f"<{token}>"
+
+
 def write_gguf(
     model: MiniMindForCausalLM,
     directory: Path,
@@ -138,7 +143,7 @@ def write_gguf(
     elif tokenizer == "ids":
         # The only kind of llama.cpp that has no special tokens by default.
         writer.add_tokenizer_model("rwkv")
-        writer.add_token_list([f"{index}," for index in range(model.config.vocab_size)])
+        writer.add_token_list([id_text(index) for index in range(model.config.vocab_size)])
         writer.add_token_types([gguf.TokenType.NORMAL] * model.config.vocab_size)
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)

@@ -303,7 +303,7 @@ def test_a_conversation_is_encoded_as_by_transformers_and_control_tokens_of_user
 def test_a_thought_that_is_not_closed_has_no_stop_token(client, stream, monkeypatch):
     """The model stops where the thought should be closed."""
     tokens = LlamaCppModel._tokens
-    monkeypatch.setattr(LlamaCppModel, "_tokens", lambda *args: [*itertools.islice(tokens(*args), 3), 2])
+    monkeypatch.setattr(LlamaCppModel, "_tokens", lambda *args, **how: [*itertools.islice(tokens(*args), 3), 2])
     thought, content = texts(ask(client, SUM[:1], stream=stream), stream)
     assert thought and "add them".startswith(thought) and content == ""
 
