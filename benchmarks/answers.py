@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -44,13 +44,15 @@ from hf_pretrain.weights.gguf import FILE_NAME
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"model_preset": "tiny"},
     "26M": {"model_preset": "minimind2-small"},
     "smollm2": {"model_name_or_path": "embedded:smollm2"},
 }
 PROMPT = "The history of the world is the history of rivers, and of those who lived beside them."
 NUM_CLIENTS = 8
+# The clock of the processor time ticks every 10 ms.
+NUM_TOKENS = {"tiny": 1000, "26M": 256, "smollm2": 64}
 
 
 class Silent(BaseStreamer):
@@ -111,7 +113,7 @@ def start_servers(directory: Path, running: ExitStack) -> dict[str, tuple[psutil
     ours, theirs, gguf = (str(directory / each) for each in ("minimind", "llama", f"gguf/{FILE_NAME}"))
     commands = {
         "this package": [str(ROOT / "recipes/serve.py"), "--model_name_or_path", ours, "--use_cpu"],
-        "llama.cpp": [llama_cpp_process.__file__, gguf, "8192", str(NUM_CLIENTS), threads],
+        "llama.cpp": [llama_cpp_process.__file__, gguf, "16384", str(NUM_CLIENTS), threads],
         "transformers": ["-c", "from transformers.cli.transformers import main; main()", "serve", theirs],
     }
     commands["this package"] += ["--port", str(first)]
@@ -171,6 +173,11 @@ def rate(process: psutil.Process, run: Callable[[], int]) -> float:
     return num_tokens / (cpu_seconds(process) - start)
 
 
+def total(answers: Callable[[], Iterable[int]]) -> int:
+    """Return the tokens of all answers."""
+    return sum(answers())
+
+
 def compare(name: str, *, rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
     """Return the speeds of one stream and of eight clients, by program."""
     own = psutil.Process()
@@ -187,7 +194,7 @@ def compare(name: str, *, rounds: int, num_tokens: int) -> dict[str, dict[str, f
                     streams[program].append(rate(own, run))
                 for program, (process, address, model) in servers.items():
                     answers = partial(pool.map, partial(ask, address, model), [num_tokens] * NUM_CLIENTS)
-                    clients[program].append(rate(process, lambda answers=answers: sum(answers())))
+                    clients[program].append(rate(process, partial(total, answers)))
     return {
         "one stream": {program: statistics.median(values) for program, values in streams.items()},
         "eight clients": {program: statistics.median(values) for program, values in clients.items()},
@@ -198,12 +205,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=3, help="turns of each program")
-    parser.add_argument("--num_tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/answers.json")
     args = parser.parse_args()
     results: dict[str, Any] = environment() | {"threads": torch.get_num_threads(), "models": {}}
     for name in args.models:
-        results["models"][name] = speeds = compare(name, rounds=args.rounds, num_tokens=args.num_tokens)
+        results["models"][name] = speeds = compare(name, rounds=args.rounds, num_tokens=NUM_TOKENS[name])
         for kind, row in speeds.items():
             print(f"{name:8} {kind:14}", *(f"{program} {value:,.1f}" for program, value in row.items()), flush=True)
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -31,6 +31,7 @@ import queue
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier, Event
@@ -63,7 +64,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "decay": {"lr_scheduler_type": "constant_with_warmup"},
     "our first weights": {"config_overrides": "initializer_range=0.02,zero_init_residual=False"},
 }
-# Tokens per row of all contestants.
+# What `race_settings.py` searches.
+SEARCHED = ("learning_rate", "batch_size", "max_length")
+# Tokens per row of `ours`, and where the search of the others begins.
 MAX_LENGTHS = {"tiny": 256, "minimind2-small": 512}
 # Shares of the steps of `ours`. It also trains with schedules that end so early, because a user would choose a short
 # run to reach only the loss of another contestant. In the middle of a long run, the learning rate has not decayed yet.
@@ -88,8 +91,10 @@ def settings_path(preset: str, name: str | None = None) -> Path:
 
 def best_settings(preset: str, name: str | None = None) -> dict[str, dict[str, Any]]:
     """
-    Return the learning rate and batch size that `race_settings.py` found best, for each contestant that it searched
-    for. Raise `ValueError` if it has not run yet.
+    Return the settings that `race_settings.py` found best, for each contestant that it searched for.
+
+    Raises:
+        `ValueError`: if it has not run yet.
     """
     path = settings_path(preset, name)
     if not path.is_file():
@@ -98,7 +103,7 @@ def best_settings(preset: str, name: str | None = None) -> dict[str, dict[str, A
     record = json.loads(path.read_text(encoding="utf-8"))
     best: dict[str, dict[str, Any]] = {}
     for run in sorted(record["runs"], key=lambda run: run["final_loss"]):
-        best.setdefault(run["contestant"], {name: run[name] for name in ("learning_rate", "batch_size")})
+        best.setdefault(run["contestant"], {name: run[name] for name in SEARCHED if name in run})
     # A search with a name chooses its contestants. The search without a name is for all of them.
     return {contestant: best[contestant] for contestant in (OTHERS if name is None else best)}
 
@@ -122,7 +127,9 @@ def without_parts(setting: RaceSetting) -> dict[str, Entry]:
     }
 
 
-def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]:
+def compete(
+    name: str, setting: RaceSetting, barrier: Barrier | threading.Barrier, *, num_validations: int = NUM_VALIDATIONS
+) -> dict[str, Any]:
     """Train a contestant. Unless it has a number of steps, first measure its speed beside the others."""
     num_steps = setting.num_steps
     if num_steps is None:
@@ -131,7 +138,7 @@ def compete(name: str, setting: RaceSetting, barrier: Barrier) -> dict[str, Any]
         CONTESTANTS[name](setting, measured)
         step_seconds = measured.seconds / (measured.num_done - 1)
         num_steps = max(2, round(setting.seconds / step_seconds))
-    run = Run(setting, barrier, num_steps=num_steps, num_validations=NUM_VALIDATIONS)
+    run = Run(setting, barrier, num_steps=num_steps, num_validations=num_validations)
     CONTESTANTS[name](setting, run)
     return {"num_steps": num_steps, "settings": run.settings, "steps": run.steps, "curve": run.curve}
 

@@ -1,13 +1,13 @@
 """
-Search the learning rate and the batch size of each contestant of `race.py` but `ours`:
+Search the learning rate, the batch size and the length of the rows of each contestant of `race.py` but `ours`:
 
-    python -m benchmarks.race_settings --num_rows 1280
-    python -m benchmarks.race_settings --model_preset minimind2-small --num_rows 384
-    python -m benchmarks.race_settings --name long --num_rows 4480 --others "loop like MiniMind's"
+    taskset -c 0 python -m benchmarks.race_settings --seconds 50
+    taskset -c 0 python -m benchmarks.race_settings --model_preset minimind2-small --seconds 90
+    taskset -c 0 python -m benchmarks.race_settings --name long --seconds 600 --others "loop like MiniMind's"
 
-For each contestant, the script searches the learning rate and the batch size in turn, until neither changes: it halves
-and doubles the best value as long as this helps. All runs train on `--num_rows` rows, so the result does not depend on
-the speed of the machine. Choose about as many rows as a contestant trains on in the race. The script writes all runs
+For each contestant, the script searches the three values in turn, until none of them changes: it halves and doubles
+the best value as long as this helps. Each run first measures its speed, and then trains for the steps that fit into
+`--seconds`, as in the race. So give it the cores and the seconds of one contestant there. The script writes all runs
 to `benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of each contestant. An
 interrupted search continues from the runs in this file; to search again, delete the file. `--name` adds a name to the
 file: `race.py --name` reads that file, and races against the contestants of `--others` only.
@@ -18,29 +18,26 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from datasets import disable_progress_bars
+
 from benchmarks.bench import environment
-from benchmarks.contestants import CONTESTANTS, OTHERS, RaceSetting, Run
-from benchmarks.race import MAX_LENGTHS, make_setting, settings_path
+from benchmarks.contestants import OTHERS, RaceSetting
+from benchmarks.race import MAX_LENGTHS, SEARCHED, compete, make_setting, settings_path
+from hf_pretrain.runtime.devices import keep_freed_blocks
 
 
-# A learning rate or a batch size.
+# A learning rate, a batch size or a length.
 Value = TypeVar("Value", int, float)
 
 # Where the search begins.
-LEARNING_RATES = {"tiny": 4e-3, "minimind2-small": 1e-3}
-BATCH_SIZE = 8
-
-
-def train_alone(name: str, setting: RaceSetting, *, num_rows: int) -> tuple[float, float]:
-    """Train a contestant on a number of rows. Return its seconds of training and its final validation loss."""
-    # Nobody else waits at the barrier.
-    run = Run(setting, threading.Barrier(1), num_steps=num_rows // setting.batch_size, num_validations=1)
-    CONTESTANTS[name](setting, run)
-    return run.curve[-1]
+LEARNING_RATES = {"tiny": 2e-3, "minimind2-small": 1e-3}
+BATCH_SIZE = 4
 
 
 def climb(value: Value, loss_of: Callable[[Value], float]) -> Value:
@@ -60,61 +57,72 @@ def climb(value: Value, loss_of: Callable[[Value], float]) -> Value:
         value = best
 
 
-def search(rate: float, loss_of: Callable[..., float]) -> tuple[float, int]:
+def search(first: dict[str, Any], loss_of: Callable[[dict[str, Any]], float]) -> dict[str, Any]:
     """
-    Return a learning rate and a batch size where halving or doubling either one does not lower the loss.
+    Return settings where halving or doubling one of them does not lower the loss.
 
     Args:
-        rate (`float`): learning rate to begin with.
-        loss_of (`Callable`): returns the loss of a learning rate and a `batch_size`.
+        first (`dict`): the settings to begin with.
+        loss_of (`Callable`): returns the loss of settings.
     """
-    batch_size = BATCH_SIZE
+    best = dict(first)
+
+    def loss_with(name: str, value: Any) -> float:
+        return loss_of(best | {name: value})
+
     while True:
-        before = rate, batch_size
-        rate = climb(rate, partial(loss_of, batch_size=batch_size))
-        batch_size = climb(batch_size, partial(loss_of, rate))
-        if (rate, batch_size) == before:
-            return before
+        before = dict(best)
+        for name, value in before.items():
+            best[name] = climb(value, partial(loss_with, name))
+        if best == before:
+            return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
-    parser.add_argument("--num_rows", type=int, default=1280, help="Rows of each run.")
+    parser.add_argument("--seconds", type=float, default=50.0, help="Training time of each run.")
     parser.add_argument("--others", nargs="+", default=list(OTHERS), choices=OTHERS, help="Contestants to search for.")
     parser.add_argument("--name", help="Name in the file of the result.")
     args = parser.parse_args()
     record = environment()
-    setting = make_setting(args.model_preset, seconds=0)
-    record |= {"num_rows": args.num_rows, "precision": "bf16" if setting.bf16 else "float32"}
+    setting = make_setting(args.model_preset, seconds=args.seconds)
+    record |= {"seconds": args.seconds, "precision": "bf16" if setting.bf16 else "float32"}
     path = settings_path(args.model_preset, args.name)
     runs: list[dict[str, Any]] = []
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
-        different = [name for name in ("num_rows", "precision", "machine") if found[name] != record[name]]
+        different = [name for name in ("seconds", "precision", "machine") if found.get(name) != record[name]]
         if different:
             parser.error(
                 f"{path} holds runs with another {' and '.join(different)}. Delete it, or choose another --name."
             )
         runs = found["runs"]
 
-    def loss_of(name: str, rate: float, batch_size: int) -> float:
-        settings = {"contestant": name, "learning_rate": rate, "batch_size": batch_size}
+    def loss_of(name: str, settings: dict[str, Any]) -> float:
+        settings = {"contestant": name} | settings
         for run in runs:
             if run.items() >= settings.items():
                 return run["final_loss"]
-        setting.learning_rate, setting.batch_size = rate, batch_size
-        seconds, loss = train_alone(name, setting, num_rows=args.num_rows)
-        runs.append(settings | {"seconds": round(seconds, 1), "final_loss": loss, "commit": record["commit"]})
+        own: RaceSetting = replace(setting, **{name: settings[name] for name in SEARCHED})
+        # Nobody else waits at the barrier.
+        result = compete(name, own, threading.Barrier(1), num_validations=1)
+        seconds, loss = result["curve"][-1]
+        runs.append(settings | {"num_steps": result["num_steps"], "seconds": round(seconds, 1), "final_loss": loss})
         print(runs[-1], flush=True)
         # Write after each run, so that an interrupted search keeps its results.
         path.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
         return loss
 
+    first = {"learning_rate": LEARNING_RATES[args.model_preset], "batch_size": BATCH_SIZE}
+    first["max_length"] = MAX_LENGTHS[args.model_preset]
+    if not torch.cuda.is_available():
+        keep_freed_blocks()
+    disable_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         setting.output_dir = Path(directory)
         for name in args.others:
-            print(name, search(LEARNING_RATES[args.model_preset], partial(loss_of, name)))
+            print(name, search(first, partial(loss_of, name)))
 
 
 if __name__ == "__main__":
