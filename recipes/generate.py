@@ -15,13 +15,14 @@ from pathlib import Path
 
 from hf_pretrain.inference.batch_answers import read_prompts, write_answers
 from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser, sampling_options
+from hf_pretrain.inference.llama_cpp import NUM_SEQUENCES
 from hf_pretrain.inference.terminal_chat import settle_sampling
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import RecipeParser
 
 
 def main(args: argparse.Namespace) -> None:
-    model, tokenizer = load_for_inference(args)
+    model, tokenizer = load_for_inference(args, num_sequences=NUM_SEQUENCES)
     room = model.config.max_position_embeddings - args.max_new_tokens
     how = {"encoding": args.encoding, "is_raw": args.raw, "enable_thinking": args.think, "max_tokens": room}
     prompts = read_prompts(Path(args.input), tokenizer, **how)

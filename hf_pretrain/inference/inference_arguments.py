@@ -64,11 +64,12 @@ def make_inference_parser(description: str) -> RecipeParser:
 
 
 def load_for_inference(
-    args: argparse.Namespace,
+    args: argparse.Namespace, *, num_sequences: int = 1
 ) -> tuple[PreTrainedModel | LlamaCppModel, PreTrainedTokenizerFast]:
     """
-    Return the model and the tokenizer that the flags name, and seed the sampling. Complete `model_name_or_path`, the
-    newest run by default, and `raw`, which is on by default for base models. Turn `think` into a boolean or `None`.
+    Return the model, which gives `num_sequences` answers at once, and the tokenizer that the flags name, and seed the
+    sampling. Complete `model_name_or_path`, the newest run by default, and `raw`, which is on by default for base
+    models. Turn `think` into a boolean or `None`.
     """
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
@@ -82,14 +83,15 @@ def load_for_inference(
         model.to(torch.accelerator.current_accelerator())
     args.think = THINK[args.think]
     args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
-    answering = with_engine(model, args.engine)
+    answering = with_engine(model, args.engine, num_sequences=num_sequences)
     set_seed(args.seed)
     return answering, tokenizer
 
 
-def with_engine(model: Any, engine: str | None) -> Any:
+def with_engine(model: Any, engine: str | None, *, num_sequences: int = 1) -> Any:
     """
-    Return the model in llama.cpp if `engine` says so, or by default if it is on a CPU and llama.cpp can run it.
+    Return the model in llama.cpp if `engine` says so, or by default if it is on a CPU and llama.cpp can run it. It
+    gives `num_sequences` answers at once.
 
     Raises:
         `UserError`: if `engine` is `"llama.cpp"`, and it cannot run the model.
@@ -97,7 +99,8 @@ def with_engine(model: Any, engine: str | None) -> Any:
     if engine == "transformers" or engine is None and model.device.type != "cpu":
         return model
     try:
-        return LlamaCppModel(model.merge_and_unload() if is_adapted(model) else model)
+        merged = model.merge_and_unload() if is_adapted(model) else model
+        return LlamaCppModel(merged, num_sequences=num_sequences)
     except UserError as error:
         if engine is not None:
             raise

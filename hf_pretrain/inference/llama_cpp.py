@@ -6,13 +6,18 @@ in and out: prompts are those of the tokenizer and its chat template, whatever l
 """
 
 import copy
+import itertools
 import json
+import os
+import secrets
 import subprocess
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,11 +35,34 @@ from ..weights.gguf import id_text, write_gguf
 
 
 _PROCESS = Path(__file__).with_name("llama_cpp_process.py")
-# Bytes of keys and values, which llama.cpp allocates at once. They limit the positions of large models.
-_CACHE_BYTES = 2**31
+# Bytes of keys and values, which llama.cpp allocates at once: for all sequences, and at most for a single one. The
+# second limits the positions of large models.
+_CACHE_BYTES, _SEQUENCE_BYTES = 2**29, 2**31
+# Answers at once in `generate` and `serve`.
 NUM_SEQUENCES = 16
 # The largest difference of a log-probability from that of transformers. Rounding to float16 gives about 0.02.
 _TOLERANCE = 0.25
+
+
+class _Room:
+    """The positions of the cache. Who finds too few waits until others leave theirs."""
+
+    def __init__(self, size: int):
+        self.size = self.free = size
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, number: int) -> Iterator[None]:
+        number = min(number, self.size)
+        with self._changed:
+            self._changed.wait_for(lambda: number <= self.free)
+            self.free -= number
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.free += number
+                self._changed.notify_all()
 
 
 class LlamaCppModel:
@@ -44,6 +72,7 @@ class LlamaCppModel:
 
     Args:
         model ([`MiniMindForCausalLM`]): the model, in eval mode. It is not needed any more afterwards.
+        num_sequences (`int`, defaults to 1): answers at once. Others wait for their end.
 
     Attributes:
         config ([`MiniMindConfig`]): that of the model, with the positions that the cache has room for.
@@ -54,16 +83,20 @@ class LlamaCppModel:
 
     device = torch.device("cpu")
 
-    def __init__(self, model: MiniMindForCausalLM):
+    def __init__(self, model: MiniMindForCausalLM, *, num_sequences: int = 1):
         if find_spec("xllamacpp") is None:
             raise UserError("llama.cpp is not installed; pip install xllamacpp.")
         choose_layout(model.config, "gguf", dtype="float16")
         self.config, self.generation_config = copy.deepcopy(model.config), model.generation_config
         self.name_or_path = model.name_or_path
-        # Keys and values in float16.
+        # Bytes of keys and values in float16.
         position = 4 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim
-        self.config.max_position_embeddings = min(self.config.max_position_embeddings, _CACHE_BYTES // position)
-        numbers = (self.config.max_position_embeddings, NUM_SEQUENCES, torch.get_num_threads())
+        length = min(self.config.max_position_embeddings, _SEQUENCE_BYTES // position)
+        self.config.max_position_embeddings = length
+        self._room = _Room(max(length, min(num_sequences * length, _CACHE_BYTES // position)))
+        numbers = (self._room.size, num_sequences, torch.get_num_threads())
+        # Other programs of this machine, and web pages, do not know the key.
+        self._key = secrets.token_hex()
         with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             path = write_gguf(model, Path(directory), name="MiniMind", tokenizer="ids", dtype="float16")
             # A session of its own, so that Ctrl-C ends the answer and not the process.
@@ -74,6 +107,7 @@ class LlamaCppModel:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 start_new_session=True,
+                env=os.environ | {"LLAMA_CPP_KEY": self._key},
             )
             self._stop = weakref.finalize(self, self._process.kill)
             assert self._process.stdout is not None
@@ -118,9 +152,7 @@ class LlamaCppModel:
                 streamer.put(torch.tensor([token]))
             streamer.end()
         else:
-            # What does not fit into the cache at once waits.
-            at_once = self.config.max_position_embeddings // (max(map(len, prompts)) + config.max_new_tokens)
-            with ThreadPoolExecutor(max(1, min(NUM_SEQUENCES, at_once))) as pool:
+            with ThreadPoolExecutor(NUM_SEQUENCES) as pool:
                 try:
                     runs = pool.map(lambda ids, seed: [*self._tokens(ids, seed, config, tokenizer)], prompts, seeds)
                     answers = list(runs)
@@ -157,8 +189,9 @@ class LlamaCppModel:
         strings = config.stop_strings or ()
         # Each token holds at least one byte of a string, and a letter at most four.
         tail: deque[int] = deque(maxlen=4 * max(map(len, strings), default=0) + 4)
-        for chunk in self._post(prompt=prompt, stream=is_stream or bool(strings), return_tokens=True, **options):
-            for token in chunk["tokens"]:
+        options |= {"stream": is_stream or bool(strings), "return_tokens": True}
+        with self._room.taken(len(prompt) + config.max_new_tokens):
+            for token in itertools.chain.from_iterable(c["tokens"] for c in self._post(prompt=prompt, **options)):
                 yield token
                 tail.append(token)
                 if tokenizer and strings and any(string in tokenizer.decode(list(tail)) for string in strings):
@@ -167,9 +200,10 @@ class LlamaCppModel:
     def _post(self, **content: Any) -> Iterator[dict[str, Any]]:
         """Yield the parts of the server's response; the whole response if it is no stream."""
         assert self._address is not None
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         connection = HTTPConnection(self._address.removeprefix("http://"))
         try:
-            connection.request("POST", "/completion", json.dumps(content), {"Content-Type": "application/json"})
+            connection.request("POST", "/completion", json.dumps(content), headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise RuntimeError(f"llama.cpp refused a request: {response.read().decode()}")

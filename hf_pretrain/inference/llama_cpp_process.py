@@ -1,7 +1,7 @@
 """
 The process of llama.cpp's server. It ends with its standard input, so it does not outlive the program that started it.
 
-    python llama_cpp_process.py FILE NUM_POSITIONS NUM_SEQUENCES NUM_THREADS
+    LLAMA_CPP_KEY=... python llama_cpp_process.py FILE NUM_POSITIONS NUM_SEQUENCES NUM_THREADS
 """
 
 import os
@@ -17,7 +17,7 @@ def main(path: str, *numbers: str) -> None:
     params.cpuparams_batch.n_threads = params.cpuparams.n_threads
     # All sequences share the positions.
     params.kv_unified, params.warmup, params.n_gpu_layers, params.verbosity = True, False, 0, -1
-    params.ui = False
+    params.ui, params.api_keys = False, [os.environ["LLAMA_CPP_KEY"]]
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -91,7 +91,7 @@ def serve_model(
         load = partial(load, config=with_yarn(MiniMindConfig.from_pretrained(name), rope_scaling))
 
     def load_engine(*args: Any, **kwargs: Any) -> Any:
-        return with_engine(load(*args, **kwargs).eval(), engine)
+        return with_engine(load(*args, **kwargs).eval(), engine, num_sequences=NUM_SEQUENCES)
 
     model_manager.transformers.MiniMindForCausalLM = SimpleNamespace(from_pretrained=load_engine)
     # NOTE: the server has no limits, and no options to set any.

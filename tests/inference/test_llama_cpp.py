@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -21,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.inference_arguments import with_engine
-from hf_pretrain.inference.llama_cpp import LlamaCppModel
+from hf_pretrain.inference.llama_cpp import NUM_SEQUENCES, LlamaCppModel
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights import gguf
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
@@ -32,7 +34,7 @@ from tests.weights.test_gguf import MODELS, build
 
 @pytest.fixture(scope="module")
 def engine(model) -> LlamaCppModel:
-    return LlamaCppModel(model)
+    return LlamaCppModel(model, num_sequences=NUM_SEQUENCES)
 
 
 def prompt_of(tokenizer, messages) -> dict[str, torch.Tensor]:
@@ -48,15 +50,16 @@ def test_greedy_tokens_of_each_architecture(name):
     assert LlamaCppModel(model).generate(ids, **how).tolist() == model.generate(ids, **how).tolist()
 
 
-def test_a_batch_of_prompts_of_several_lengths(model, tokenizer, engine):
+def test_a_batch_of_prompts_of_several_lengths(model, tokenizer, engine, monkeypatch):
     texts = ["two and two?", "hello", "What is the weather in Oslo?"] * 8
     chats = [prompt_of(tokenizer, [{"role": "user", "content": text}])["input_ids"][0].tolist() for text in texts]
     batch = tokenizer.pad({"input_ids": chats}, padding_side="left", return_tensors="pt")
     how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     expected = model.generate(**batch, **how)
     assert engine.generate(**batch, **how).tolist() == expected.tolist()
-    # Longer together than the positions of the model: some of them wait.
-    assert expected.numel() > model.config.max_position_embeddings
+    # The cache has room for one of them at a time.
+    monkeypatch.setattr(engine, "_room", type(engine._room)(100))
+    assert engine.generate(**batch, **how).tolist() == expected.tolist()
 
 
 TOP_P = [TopPLogitsWarper(0.7)]
@@ -131,6 +134,12 @@ def test_threads_and_a_streamer_that_stops_early(engine, tokenizer):
             engine.generate(**prompt, **how, max_new_tokens=900, streamer=Impatient())
     answers = {tokenizer.decode(other.result()[0]) for other in others}
     assert len(answers) == 1 and "It is four." in answers.pop()
+
+
+def test_other_programs_of_the_machine_get_no_answer(engine):
+    request = urllib.request.Request(f"{engine._address}/completion", b'{"prompt": [5]}')
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(request, timeout=60)
 
 
 def test_an_adapter_answers(model, tokenizer):
