@@ -98,14 +98,19 @@ def with_engine(model: Any, engine: str | None, *, num_sequences: int = 1) -> An
     """
     if engine == "transformers" or engine is None and model.device.type != "cpu":
         return model
+    model = model.merge_and_unload() if is_adapted(model) else model
     try:
-        merged = model.merge_and_unload() if is_adapted(model) else model
-        return LlamaCppModel(merged, num_sequences=num_sequences)
-    except UserError as error:
+        answering = LlamaCppModel(model, num_sequences=num_sequences)
+    except (UserError, OSError) as error:
         if engine is not None:
             raise
         print(f"transformers generates, which is slower: {error}", file=sys.stderr)
         return model
+    room, positions = answering.config.max_position_embeddings, model.config.max_position_embeddings
+    if room < positions:
+        advice = "--engine transformers has all."
+        print(f"llama.cpp has room for {room:,} of {positions:,} positions; {advice}", file=sys.stderr)
+    return answering
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,12 +129,14 @@ def load_for_server(name: str, rope_scaling: str | None) -> tuple[TemporaryDirec
     adapted: Any = load_model(arguments, tokenizer).eval()
     model = adapted.merge_and_unload() if is_adapted(adapted) else adapted
     model.config.architectures = [type(model).__name__]
+    # The server is to hold it alone.
+    held = [model]
     files = TemporaryDirectory()
     model.config.save_pretrained(files.name)
     save_tokenizer(tokenizer, files.name)
 
     def place(*_: Any, dtype: Any = None, device_map: Any = None, **__: Any) -> PreTrainedModel:
-        device = default_device_type(use_cpu=device_map == "cpu")
+        device, model = default_device_type(use_cpu=device_map == "cpu"), held.pop()
         return model.to(device, dtype if isinstance(dtype, torch.dtype) else model.dtype)
 
     return files, place

@@ -8,6 +8,7 @@ in and out: prompts are those of the tokenizer and its chat template, whatever l
 import copy
 import itertools
 import json
+import math
 import os
 import secrets
 import subprocess
@@ -40,8 +41,12 @@ _PROCESS = Path(__file__).with_name("llama_cpp_process.py")
 _CACHE_BYTES, _SEQUENCE_BYTES = 2**29, 2**31
 # Answers at once in `generate` and `serve`.
 NUM_SEQUENCES = 16
-# The largest difference of a log-probability from that of transformers. Rounding to float16 gives about 0.02.
-_TOLERANCE = 0.25
+# The largest difference of a log-probability from that of transformers. Rounding to float16 gives about a tenth of it.
+_TOLERANCE = 0.05
+# Fields of a generation config that are read here, or change no answer.
+_KNOWN_FIELDS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
+_KNOWN_FIELDS |= {"temperature", "top_k", "top_p", "repetition_penalty", "sequence_bias", "stop_strings", "use_cache"}
+_KNOWN_FIELDS |= {"transformers_version", "_from_model_config", "output_attentions", "output_hidden_states"}
 
 
 class _Room:
@@ -49,12 +54,13 @@ class _Room:
 
     def __init__(self, size: int):
         self.size = self.free = size
-        self._changed = threading.Condition()
+        self._turn, self._changed = threading.Lock(), threading.Condition()
 
     @contextmanager
     def taken(self, number: int) -> Iterator[None]:
         number = min(number, self.size)
-        with self._changed:
+        # Who comes first is served first, also if it needs more than the others.
+        with self._turn, self._changed:
             self._changed.wait_for(lambda: number <= self.free)
             self.free -= number
         try:
@@ -78,7 +84,9 @@ class LlamaCppModel:
         config ([`MiniMindConfig`]): that of the model, with the positions that the cache has room for.
 
     Raises:
-        `UserError`: if llama.cpp is not installed, cannot hold or start the model, or computes other logits.
+        `UserError`: if llama.cpp is not installed, cannot hold or start the model, or computes other logits, or if the
+            generation config has fields that only transformers knows.
+        `OSError`: if the disk for temporary files refuses the weights.
     """
 
     device = torch.device("cpu")
@@ -89,24 +97,24 @@ class LlamaCppModel:
         choose_layout(model.config, "gguf", dtype="float16")
         self.config, self.generation_config = copy.deepcopy(model.config), model.generation_config
         self.name_or_path = model.name_or_path
+        if unknown := model.generation_config.to_diff_dict().keys() - _KNOWN_FIELDS:
+            raise UserError(f"llama.cpp does not know {', '.join(sorted(unknown))} of the generation config.")
         # Bytes of keys and values in float16.
         position = 4 * self.config.num_hidden_layers * self.config.num_key_value_heads * self.config.head_dim
         length = min(self.config.max_position_embeddings, _SEQUENCE_BYTES // position)
         self.config.max_position_embeddings = length
+        self._num_sequences = num_sequences
         self._room = _Room(max(length, min(num_sequences * length, _CACHE_BYTES // position)))
         numbers = (self._room.size, num_sequences, torch.get_num_threads())
         # Other programs of this machine, and web pages, do not know the key.
         self._key = secrets.token_hex()
         with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             path = write_gguf(model, Path(directory), name="MiniMind", tokenizer="ids", dtype="float16")
-            # A session of its own, so that Ctrl-C ends the answer and not the process.
             self._process = subprocess.Popen(
-                [sys.executable, str(_PROCESS), str(path), *map(str, numbers)],
+                [sys.executable, "-P", str(_PROCESS), str(path), *map(str, numbers)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,
                 env=os.environ | {"LLAMA_CPP_KEY": self._key},
             )
             self._stop = weakref.finalize(self, self._process.kill)
@@ -174,27 +182,30 @@ class LlamaCppModel:
         is_stream: bool = False,
     ) -> Iterator[int]:
         """Yield the tokens of an answer, the stop token included. A stream ends with the iterator."""
-        options: dict[str, Any] = {"n_predict": config.max_new_tokens, "seed": seed}
+        length = config.max_new_tokens or self.config.max_position_embeddings - len(prompt)
+        options: dict[str, Any] = {"n_predict": length, "seed": seed}
+        # The rounding depends on what the cache holds from other answers.
+        options["cache_prompt"] = self._num_sequences == 1
         # The order of transformers, whose penalty sees the whole text.
         options |= {"samplers": ["penalties", "temperature", "top_k", "top_p"]}
         options |= {"repeat_last_n": self.config.max_position_embeddings}
         given = {"temperature": config.temperature if config.do_sample else 0.0, "top_k": config.top_k}
         given |= {"top_p": config.top_p, "repeat_penalty": config.repetition_penalty}
         given["logit_bias"] = [[ids[0], bias] for ids, bias in (config.sequence_bias or {}).items()]
-        # transformers' own default of each of these changes nothing; llama.cpp's does.
-        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repeat_penalty": 1.0}
-        options |= neutral | {name: value for name, value in given.items() if value is not None}
+        # The defaults of transformers.
+        default = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repeat_penalty": 1.0}
+        options |= default | {name: value for name, value in given.items() if value is not None}
         stop = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         options["stop"] = [id_text(token) for token in stop if token is not None]
         strings = config.stop_strings or ()
         # Each token holds at least one byte of a string, and a letter at most four.
         tail: deque[int] = deque(maxlen=4 * max(map(len, strings), default=0) + 4)
         options |= {"stream": is_stream or bool(strings), "return_tokens": True}
-        with self._room.taken(len(prompt) + config.max_new_tokens):
+        with self._room.taken(len(prompt) + length):
             for token in itertools.chain.from_iterable(c["tokens"] for c in self._post(prompt=prompt, **options)):
                 yield token
                 tail.append(token)
-                if tokenizer and strings and any(string in tokenizer.decode(list(tail)) for string in strings):
+                if tokenizer is not None and any(string in tokenizer.decode(list(tail)) for string in strings):
                     return
 
     def _post(self, **content: Any) -> Iterator[dict[str, Any]]:
@@ -208,21 +219,23 @@ class LlamaCppModel:
             if response.status != 200:
                 raise RuntimeError(f"llama.cpp refused a request: {response.read().decode()}")
             for line in response:
-                if line.strip():
+                if line.startswith((b"data: {", b"{")):
                     yield json.loads(line.removeprefix(b"data: "))
         except (OSError, HTTPException) as error:
-            raise RuntimeError(f"llama.cpp has ended while it answered: {error!r}") from error
+            raise ConnectionError(f"llama.cpp has ended. Start this command again. The cause: {error!r}") from error
         finally:
             connection.close()
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:
         """Compare the probabilities of the next token with those of the model."""
-        ids = torch.arange(16) * (self.config.vocab_size // 16)
+        ids = torch.arange(min(256, self.config.max_position_embeddings - 1)) % self.config.vocab_size
         expected = model(ids[None].to(model.device)).logits[0, -1].float().log_softmax(-1)
         (first, *_) = self._post(prompt=ids.tolist(), n_predict=1, temperature=0.0, n_probs=10, stream=True)
         found = first["completion_probabilities"][0]["top_logprobs"]
-        difference = max(abs(expected[entry["id"]].item() - entry["logprob"]) for entry in found)
+        # JSON has no NaN.
+        ours = [math.nan if entry["logprob"] is None else entry["logprob"] for entry in found]
+        difference = (expected[[entry["id"] for entry in found]] - torch.tensor(ours)).abs().max().item()
         # NaN is not smaller, either.
         if not difference <= _TOLERANCE:
             raise UserError(f"llama.cpp computes other probabilities of tokens: they differ by {difference:.2g} nats.")

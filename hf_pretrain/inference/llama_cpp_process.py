@@ -5,6 +5,7 @@ The process of llama.cpp's server. It ends with its standard input, so it does n
 """
 
 import os
+import signal
 import sys
 
 import xllamacpp
@@ -18,6 +19,10 @@ def main(path: str, *numbers: str) -> None:
     # All sequences share the positions.
     params.kv_unified, params.warmup, params.n_gpu_layers, params.verbosity = True, False, 0, -1
     params.ui, params.api_keys = False, [os.environ["LLAMA_CPP_KEY"]]
+    # By default, 8 GiB of earlier prompts stay in memory, and a long prompt gets comments every 30 seconds.
+    params.cache_ram_mib, params.sse_ping_interval = 0, -1
+    # Ctrl-C ends the answer, and not this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
+from gguf import GGUFWriter
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
@@ -68,13 +69,14 @@ TOP_P = [TopPLogitsWarper(0.7)]
 @pytest.mark.parametrize(
     ("options", "processors"),
     [
-        ({}, []),
-        ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
+        ({}, [TopKLogitsWarper(50)]),
+        ({"top_k": 0}, []),
+        ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6), TopKLogitsWarper(50)]),
         ({"temperature": 1.5, "top_k": 5}, [TemperatureLogitsWarper(1.5), TopKLogitsWarper(5)]),
-        ({"temperature": 2.5, "top_p": 0.7}, [TemperatureLogitsWarper(2.5), *TOP_P]),
+        ({"temperature": 2.5, "top_k": 0, "top_p": 0.7}, [TemperatureLogitsWarper(2.5), *TOP_P]),
         ({"temperature": 2.5, "top_k": 9, "top_p": 0.7}, [TemperatureLogitsWarper(2.5), TopKLogitsWarper(9), *TOP_P]),
-        ({"repetition_penalty": 1.8}, [RepetitionPenaltyLogitsProcessor(1.8)]),
-        ({"sequence_bias": {(70,): 2.0}}, [SequenceBiasLogitsProcessor({(70,): 2.0})]),
+        ({"top_k": 0, "repetition_penalty": 1.8}, [RepetitionPenaltyLogitsProcessor(1.8)]),
+        ({"top_k": 0, "sequence_bias": {(70,): 2.0}}, [SequenceBiasLogitsProcessor({(70,): 2.0})]),
     ],
 )
 @torch.no_grad()
@@ -163,12 +165,24 @@ def large(model):
     return model
 
 
+def with_config(model, **fields):
+    model.generation_config.update(**fields)
+    return model
+
+
+def broken(model):
+    model.model.norm.weight.data.fill_(torch.nan)
+    return model
+
+
 SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: with_config(build(), min_p=0.9), "llama.cpp does not know min_p of the generation config"),
+        (lambda: broken(build()), "they differ by nan nats"),
         (lambda: build(**SCALED), "scaled rotary positions"),
         (lambda: build(hidden_act="gelu"), "the activation gelu"),
         (lambda: large(build(tie_word_embeddings=False)), "overflow float16"),
@@ -183,12 +197,24 @@ def test_transformers_generates_what_llama_cpp_cannot(make, words, capsys):
     assert with_engine(model, "transformers") is model and not capsys.readouterr().err
 
 
-def test_other_probabilities_are_noticed(monkeypatch):
-    """Without the change of the rotated channels, the file holds another model."""
+@pytest.mark.parametrize("kind", ["rotated channels", "frequencies"])
+def test_other_probabilities_are_noticed(monkeypatch, kind):
+    """Without the change of the rotated channels, and with another base, the file holds another model."""
     model = build(qk_norm=True)
-    monkeypatch.setattr(gguf, "is_rotated", lambda name: False)
+    if kind == "rotated channels":
+        monkeypatch.setattr(gguf, "is_rotated", lambda name: False)
+    else:
+        add = GGUFWriter.add_rope_freq_base
+        monkeypatch.setattr(GGUFWriter, "add_rope_freq_base", lambda self, base: add(self, base * 2))
     with pytest.raises(UserError, match="llama.cpp computes other probabilities of tokens: they differ by"):
         LlamaCppModel(model)
+
+
+def test_a_process_that_ends_is_reported(model, tokenizer):
+    engine = LlamaCppModel(model)
+    engine._process.kill()
+    with pytest.raises(ConnectionError, match="llama.cpp has ended. Start this command again."):
+        engine.generate(**prompt_of(tokenizer, SUM[:1]), max_new_tokens=9)
 
 
 def test_a_process_that_does_not_start_is_reported(model, monkeypatch, tmp_path):

@@ -238,6 +238,17 @@ def test_an_answer_ends_where_the_positions_do(each):
     assert max(lengths) <= 1024
 
 
+def test_a_short_answer_does_not_wait_for_a_long_one(client):
+    endless = {"max_tokens": 900, "extra_body": {"logit_bias": {"2": -100}}}
+    with ThreadPoolExecutor() as threads:
+        long = threads.submit(ask, client, SUM[:1], **endless)
+        while not long.running():
+            time.sleep(0.01)
+        answers = [ask(client, SUM[:1], max_tokens=30).choices[0].message.content for _ in range(2)]
+        assert answers == ["It is four."] * 2 and not long.done()
+        assert long.result().usage.completion_tokens == 900
+
+
 # Prompts
 
 
