@@ -12,9 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from ..checkpoints.directory import find_newest_run
 from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.errors import UserError
+from ..runtime.package_models import package_model
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
-from ..weights.adapters import is_adapted
+from ..weights.adapters import adapter_base, is_adapted
 from ..weights.model_arguments import ModelArguments, load_model
 from .llama_cpp import LlamaCppModel
 from .terminal_chat import is_base_model
@@ -52,7 +53,9 @@ def make_inference_parser(description: str) -> RecipeParser:
         help="continue the text instead of answering; by default only with base models",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="divisor of the logits; 0 takes the most probable token"
+        "--temperature",
+        type=float,
+        help="divisor of the logits; 0 takes the most probable token; by default the model's own, or 0.8",
     )
     parser.add_argument(
         "--top_p", type=float, default=0.9, help="sample from the likeliest tokens that together have this probability"
@@ -69,7 +72,7 @@ def load_for_inference(
     """
     Return the model, which gives `num_sequences` answers at once, and the tokenizer that the flags name, and seed the
     sampling. Complete `model_name_or_path`, the newest run by default, and `raw`, which is on by default for base
-    models. Turn `think` into a boolean or `None`.
+    models, and `temperature`. Turn `think` into a boolean or `None`.
     """
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
@@ -81,6 +84,9 @@ def load_for_inference(
     # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
+    if args.temperature is None:
+        published = package_model(adapter_base(name) or name)
+        args.temperature = published.temperature if published else model.generation_config.temperature or 0.8
     args.think = THINK[args.think]
     args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
     answering = with_engine(model, args.engine, num_sequences=num_sequences)
