@@ -99,8 +99,9 @@ def serve_model(
     # Not in the main thread: there, uvicorn would let SIGTERM wait for the end of all answers.
     path = name if files is None else files.name
     serve = Serve(path, host=host, port=port, non_blocking=True, log_level="warning", **options)
-    # The directory lives as long as the server.
-    serve.files = files
+    if files is not None:
+        # The server has read them.
+        files.cleanup()
     return serve
 
 
@@ -146,6 +147,9 @@ def _build_guarded(name: str, url: str, hosts: list[str], manager: ModelManager,
     served = {"id": name, "object": "model", "owned_by": "hf_pretrain", "created": int(time.time())}
     manager.get_gen_models = lambda cache_dir=None: [served]
     (loaded,) = manager.loaded_models.values()
+    # NOTE: clients would see the directory of a model that `load_for_server` has prepared.
+    manager.force_model, manager.loaded_models = name, {name: loaded}
+    manager.process_model_name = lambda model: model
     set_stop_tokens(loaded.model, loaded.processor)
     original, loaded.processor = loaded.processor, copy.copy(loaded.processor)
     loaded.processor.__class__ = type("Served", (_TrainedEncoding, type(original)), {"original": original})

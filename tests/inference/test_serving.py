@@ -367,7 +367,9 @@ def test_a_gguf_file_and_an_adapter_are_served(talker, tmp_path, monkeypatch, ki
         add_adapter(model, AdapterArguments(use_peft=True)).save_pretrained(path)
         tokenizer.save_pretrained(path)
     with served(str(path)) as client:
-        assert ask(client, SUM[:1]).choices[0].message.content == "It is four."
+        answer = ask(client, SUM[:1])
+        assert answer.choices[0].message.content == "It is four."
+        assert [answer.model, *(model.id for model in client.models.list())] == [str(path)] * 2
 
 
 def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkeypatch, capsys):
