@@ -198,7 +198,7 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
             )
         if isinstance(model, LlamaCppModel):
             # NOTE: transformers' server answers one request at a time.
-            self._thread = _THREADS
+            self.submit, self.async_submit = _THREADS.submit, _THREADS.async_submit
         # A longer answer would run past the rotary table, which raises.
         config.max_new_tokens = min(config.max_new_tokens or num_left, num_left)
         # transformers looks for stop strings with the tokenizer's own encoding.
