@@ -106,11 +106,14 @@ def test_ratios_of_hand_made_curves():
 
 
 def test_a_search_ends_where_no_half_and_no_double_is_better():
-    # A long valley: small batches want small rates, and the best pair lies off both axes through the start.
-    def loss_of(rate: float, batch_size: int) -> float:
-        return 0.04 * math.log2(rate / 5e-4 / batch_size) ** 2 + 0.1 * math.log2(batch_size)
+    # A long valley: small batches want small rates and short rows, and the best place lies off the axes of the start.
+    def loss_of(settings: dict[str, float]) -> float:
+        rate, batch_size, length = (settings[name] for name in race.SEARCHED)
+        valley = math.log2(rate / 5e-4 / batch_size) ** 2 + math.log2(length / 64 / batch_size) ** 2
+        return 0.04 * valley + 0.1 * math.log2(batch_size)
 
-    assert race_settings.search(4e-3, loss_of) == (5e-4, 1)
+    first = dict(zip(race.SEARCHED, (4e-3, 8, 256), strict=True))
+    assert race_settings.search(first, loss_of) == dict(zip(race.SEARCHED, (5e-4, 1, 64), strict=True))
     assert list(race.best_settings("tiny")) == list(contestants.OTHERS)
 
 
