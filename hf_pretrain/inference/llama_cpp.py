@@ -71,6 +71,12 @@ class _Room:
                 self._changed.notify_all()
 
 
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    # Without it, the process would stay in the table of processes.
+    process.wait()
+
+
 class LlamaCppModel:
     """
     A model that generates with llama.cpp, and has what [`~inference.terminal_chat.Chat`] and
@@ -117,7 +123,7 @@ class LlamaCppModel:
                 text=True,
                 env=os.environ | {"LLAMA_CPP_KEY": self._key},
             )
-            self._stop = weakref.finalize(self, self._process.kill)
+            self._stop = weakref.finalize(self, _end, self._process)
             assert self._process.stdout is not None
             self._address = next((line.strip() for line in self._process.stdout if line.startswith("http")), None)
         if self._address is None:

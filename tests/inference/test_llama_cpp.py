@@ -215,6 +215,8 @@ def test_a_process_that_ends_is_reported(model, tokenizer):
     engine._process.kill()
     with pytest.raises(ConnectionError, match="llama.cpp has ended. Start this command again."):
         engine.generate(**prompt_of(tokenizer, SUM[:1]), max_new_tokens=9)
+    engine._stop()
+    assert engine._process.returncode == -signal.SIGKILL
 
 
 def test_a_process_that_does_not_start_is_reported(model, monkeypatch, tmp_path):

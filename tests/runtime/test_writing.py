@@ -198,11 +198,12 @@ def test_everything_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeypat
 
 @needs_posix
 def test_leftovers_of_a_killed_process_are_removed_under_its_lock(tmp_path):
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         with written_whole(tmp_path, lock=LOCK_NAME) as scratch:
             (scratch / "half").write_text("half")
             os._exit(9)
-    os.wait()
+    # Other children of this process may end, too.
+    os.waitpid(child, 0)
     assert list(tmp_path.glob(".saving*"))
     with written_whole(tmp_path, lock=LOCK_NAME) as scratch:
         (scratch / "whole").write_text("whole")
