@@ -13,6 +13,7 @@ continuous batching) are those that their users start.
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -51,6 +52,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PROMPT = "The history of the world is the history of rivers, and of those who lived beside them."
 NUM_CLIENTS = 8
+# Only llama.cpp's server asks for the key.
+KEY = "none"
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
 # The clock of the processor time ticks every 10 ms.
 NUM_TOKENS = {"tiny": 1000, "26M": 256, "smollm2": 64}
 
@@ -130,6 +134,7 @@ def start_servers(directory: Path, running: ExitStack) -> dict[str, tuple[psutil
     found = {}
     for program, command in commands.items():
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        streams["env"] = os.environ | {"LLAMA_CPP_KEY": KEY}
         process = running.enter_context(subprocess.Popen([sys.executable, *command], text=True, **streams))
         running.callback(process.kill)
         if program == "llama.cpp":
@@ -146,9 +151,7 @@ def start_servers(directory: Path, running: ExitStack) -> dict[str, tuple[psutil
 def ask(address: str, model: str, num_tokens: int) -> int:
     """Return the number of tokens of an answer."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), HEADERS)
     with urllib.request.urlopen(request, timeout=600) as response:
         return json.load(response)["usage"]["completion_tokens"]
 
