@@ -79,7 +79,7 @@ def compute_step(
         dtype (`torch.dtype`): dtype of autocast; in float32, there is none.
         layout (`str`): one of `LAYOUTS`.
         attention, experts (`str`): the implementations.
-        compiles (`bool`): compile the layers.
+        compiles (`bool`): compile the layers and the loss.
         fields: fields of the config.
     """
     torch.manual_seed(0)
@@ -90,12 +90,13 @@ def compute_step(
     model = MiniMindForCausalLM(config)
     inputs = {name: tensor.to(device) for name, tensor in _lay_out(layout).items()}
     model = model.to(device)
-    for layer in model.model.layers if compiles else ():
-        layer.compile()
+    for part in (*model.model.layers, model.lm_head) if compiles else ():
+        part.compile()
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
         if layout == "generation":
             return _predict_last(model, inputs).flatten().float().cpu()
-        loss = model(**inputs).loss
+        # The head computes the loss by itself only without logits.
+        loss = model(**inputs, skip_logits=compiles).loss
     loss.backward()
     return torch.cat([loss.detach().view(1), *(weight.grad.flatten() for weight in model.parameters())]).cpu()
 

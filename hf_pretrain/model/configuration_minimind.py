@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 # Files that a checkpoint carries, so that it loads with `trust_remote_code=True` where this package is not installed.
 CODE_FILES = (
     *("configuration_minimind.py", "modeling_minimind.py", "rotary.py", "packed_attention.py", "mlp.py"),
-    *("decoder_layer.py", "inputs.py", "loss.py", "pretrained.py"),
+    *("decoder_layer.py", "inputs.py", "loss.py", "router_loss.py", "pretrained.py"),
 )
 AUTO_MAP = {
     "AutoConfig": "configuration_minimind.MiniMindConfig",

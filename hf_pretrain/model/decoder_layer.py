@@ -17,7 +17,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
 from .configuration_minimind import MiniMindConfig
-from .mlp import MiniMindMLP, MiniMindResidualProjection, MiniMindSparseMoeBlock
+from .mlp import MiniMindMLP, MiniMindResidualProjection, MiniMindSparseMoeBlock, project_together
 from .packed_attention import compute_dtype
 from .rotary import apply_rotary_pos_emb
 
@@ -91,9 +91,10 @@ class MiniMindAttention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(head_shape)
-        key = self.k_proj(hidden_states).view(head_shape)
-        value = self.v_proj(hidden_states).view(head_shape)
+        projected = project_together(hidden_states, self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (states.view(head_shape) for states in projected)
+        # Backward keeps the values. A view would keep the queries and keys of the joined product as well.
+        value = value.contiguous()
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = (apply_rotary_pos_emb(states, position_embeddings) for states in (query, key))

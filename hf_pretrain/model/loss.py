@@ -1,17 +1,18 @@
 """
-The masked, weighted cross-entropy, the router loss, and the documents that the router loss averages over.
+The masked, weighted cross-entropy, and the head that computes it without all logits in memory.
 
 Let `w[t]` be the weight of predicting token `t` from the tokens before it. Then the loss of a step is
 
     sum of w * CE / sum of w   +   router_aux_loss_coef * sum of aux_d over documents / number of documents
 
-The sums run over all micro-batches of all ranks. With `router_aux_loss_level="batch"`, `aux` is one product of means
-over each micro-batch instead, and depends on its size. This file travels to the Hub with every checkpoint.
+The sums run over all micro-batches of all ranks. With `router_aux_loss_level="batch"`, `aux` (`router_loss.py`) is one
+product of means over each micro-batch instead, and depends on its size. This file travels to the Hub with every
+checkpoint.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from .packed_attention import compute_dtype
 IGNORE_INDEX = -100
 # Number of logits per chunk on a GPU and on a CPU: enough for an efficient matrix product, few enough for the cache.
 MAX_LOGITS = (2**26, 2**22)
+# Number of logits that a CPU turns into a loss at a time: few enough for the cache of a core.
+LOGITS_IN_CACHE = 2**18
 # Minimum number of tokens per chunk for any vocabulary: each chunk costs a pass over the head's gradient.
 MIN_ROWS = 256
 
@@ -108,6 +111,7 @@ def linear_loss(
     loss_mask: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | float | None = None,
     row_loss: "RowLoss | None" = None,
+    compute: "Callable[..., torch.Tensor] | None" = None,
 ) -> LossParts:
     """
     Compute `masked_cross_entropy(hidden_states @ weight.T, ...)` without holding the logits of all tokens in memory.
@@ -122,13 +126,15 @@ def linear_loss(
         weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): matrix of the language-modelling head.
         labels, loss_mask, num_items_in_batch: as in [`masked_cross_entropy`].
         row_loss ([`RowLoss`], *optional*): a loss that replaces a share of the cross-entropy.
+        compute (`Callable`, *optional*): [`cross_entropy`], compiled.
 
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
     rows, share = (weighted_rows(weights), 0.0) if row_loss is None else (row_loss.rows, row_loss.share)
-    losses = [_CrossEntropy(targets[rows], weights[rows], 1 - share), *([] if row_loss is None else [row_loss])]
+    own = _CrossEntropy(targets[rows], weights[rows], 1 - share, compute or cross_entropy)
+    losses = [own] if row_loss is None else [own, row_loss]
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
@@ -187,33 +193,61 @@ class RowLoss:
     loss: Callable[[torch.Tensor, slice], torch.Tensor]
     share: float
 
-    def differentiate(self, logits: torch.Tensor, part: slice, wants_gradient: bool) -> tuple:
-        """Return the sum of the losses, and its gradient by the logits if it is wanted."""
-        with torch.set_grad_enabled(wants_gradient):
-            total = self.loss(logits.requires_grad_(wants_gradient), part)
-        return total.detach(), torch.autograd.grad(total, logits)[0] if wants_gradient else None
+    def differentiate(self, logits: torch.Tensor, part: slice, gradient: torch.Tensor | None) -> torch.Tensor:
+        """
+        Return the sum of the losses of logits `(num_tokens, vocab_size)`, and add the share of its gradient by the
+        logits to `gradient`, if there is one.
+        """
+        logits = logits.float().requires_grad_(gradient is not None)
+        with torch.set_grad_enabled(gradient is not None):
+            total = self.loss(logits, part)
+        if gradient is not None:
+            gradient.add_(torch.autograd.grad(total, logits)[0], alpha=self.share)
+        return total.detach()
+
+
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor | None
+) -> torch.Tensor:
+    """
+    Return `sum of weights * CE(logits, targets)` in float32, and write its gradient by the logits into `gradient`.
+
+    Args:
+        logits (`torch.Tensor` of shape `(num_tokens, vocab_size)`), targets, weights (of shape `(num_tokens,)`)
+        gradient (`torch.Tensor` of the shape of `logits`, *optional*): of any float dtype.
+    """
+    # A label of -100 has weight 0, so any valid index may replace it.
+    targets, weights = targets.masked_fill(targets == IGNORE_INDEX, 0).unsqueeze(-1), weights.unsqueeze(-1)
+    logits = logits.float()
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    chosen = logits.gather(-1, targets)
+    # In place, and one exponential for both results: each pass over the logits costs as much as computing with them.
+    exponentials = logits.exp_()
+    sums = exponentials.sum(dim=-1, keepdim=True)
+    if gradient is not None:
+        # d CE / d logits = softmax - one_hot
+        gradient.copy_(exponentials.mul_(weights / sums))
+        gradient.scatter_(-1, targets, ((chosen.exp() / sums - 1) * weights).to(gradient.dtype))
+    return ((sums.log() - chosen) * weights).sum()
 
 
 class _CrossEntropy(NamedTuple):
-    """`sum of weights * CE(logits, targets)`, whose targets and weights have the shape `(num_tokens,)`."""
+    """The cross-entropy of tokens, whose targets and weights have the shape `(num_tokens,)`."""
 
     targets: torch.Tensor
     weights: torch.Tensor
     share: float
+    compute: Callable[..., torch.Tensor]
 
-    def differentiate(self, logits: torch.Tensor, part: slice, wants_gradient: bool) -> tuple:
-        targets, weights = self.targets[part], self.weights[part]
-        log_probs = logits.log_softmax(dim=-1)
-        del logits
-        # A label of -100 has weight 0, so any valid index may replace it.
-        chosen = targets.masked_fill(targets == IGNORE_INDEX, 0).unsqueeze(-1)
-        total = -(log_probs.gather(-1, chosen).squeeze(-1) * weights).sum()
-        if not wants_gradient:
-            return total, None
-        # d CE / d logits = softmax - one_hot, computed in place.
-        gradient = log_probs.exp_()
-        gradient.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=torch.float32))
-        return total, gradient.mul_(weights.unsqueeze(-1))
+    def differentiate(self, logits: torch.Tensor, part: slice, gradient: torch.Tensor | None) -> torch.Tensor:
+        """As [`RowLoss.differentiate`], but replace what stands in `gradient`."""
+        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+        columns = [logits, self.targets[part], self.weights[part], *([] if gradient is None else [gradient])]
+        blocks = zip(*(column.split(size) for column in columns), strict=True)
+        total = sum(self.compute(*block, *([None] if gradient is None else [])) for block in blocks)
+        if gradient is not None and self.share != 1:
+            gradient.mul_(self.share)
+        return total
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -241,13 +275,13 @@ class _LinearLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden), num_rows):
                 rows = slice(start, start + num_rows)
-                logits, grad_logits = (hidden[rows] @ matrix.T).float(), None
+                logits, grad_logits = hidden[rows] @ matrix.T, None
+                if wants_hidden or wants_weight:
+                    # Two gradients are summed before they are rounded.
+                    dtype = hidden.dtype if len(losses) == 1 else torch.float32
+                    grad_logits = torch.empty_like(logits, dtype=dtype)
                 for total, loss in zip(sums, losses, strict=True):
-                    part, gradient = loss.differentiate(logits, rows, wants_hidden or wants_weight)
-                    total += part
-                    if gradient is not None:
-                        gradient = gradient if loss.share == 1 else gradient.mul_(loss.share)
-                        grad_logits = gradient if grad_logits is None else grad_logits.add_(gradient)
+                    total += loss.differentiate(logits, rows, grad_logits)
                 if grad_logits is None:
                     continue
                 grad_logits = grad_logits.to(hidden.dtype)
@@ -270,119 +304,15 @@ class _LinearLoss(torch.autograd.Function):
         return *(g if g is None else (g * grad_total).to(dtype) for g, dtype in gradients), None
 
 
-class Documents(NamedTuple):
-    """
-    The document that each token of a batch belongs to.
-
-    Attributes:
-        index (`torch.LongTensor` of shape `(batch_size * seq_len,)`): number of the document, counted through the
-            batch.
-        token_mask (`torch.BoolTensor` of shape `(batch_size * seq_len,)`): true for tokens that are not padding and
-            belong to a document with at least one trained token.
-        count (`torch.LongTensor`, scalar): number of documents with a true entry in `token_mask`.
-    """
-
-    index: torch.Tensor
-    token_mask: torch.Tensor
-    count: torch.Tensor
-
-
-def find_documents(
-    shape: torch.Size | tuple[int, int],
-    *,
-    device: torch.device | None = None,
-    position_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    labels: torch.Tensor | None = None,
-    loss_mask: torch.Tensor | None = None,
-) -> Documents:
-    """
-    Find the documents of a batch.
-
-    A document begins with each row and wherever `position_ids` do not increase by one. If an `attention_mask` is
-    given, padding may hold any position, so there a document begins only at position 0. Padding does not count. If
-    `labels` are given, a document without a trained token does not count either. The padding of a packed sequence and
-    a padding row are such documents.
-
-    Args:
-        shape (`tuple` of `batch_size, seq_len`): shape of the batch.
-        device (`torch.device`, *optional*): device of the result.
-        position_ids (`torch.LongTensor` of shape `(batch_size, seq_len)` or `(1, seq_len)`, *optional*)
-        attention_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): 1 for tokens, 0 for padding.
-        labels, loss_mask (`torch.Tensor` of shape `(batch_size, seq_len)`, *optional*): as in
-            [`masked_cross_entropy`].
-
-    Returns:
-        [`Documents`]
-    """
-    # (batch_size, seq_len): true at the first token of each document
-    starts = torch.zeros(shape, dtype=torch.bool, device=device)
-    starts[:, 0] = True
-    if position_ids is not None and attention_mask is None:
-        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    elif position_ids is not None:
-        starts[:, 1:] = position_ids[:, 1:] == 0
-    # (batch_size * seq_len,): each row starts a document, so no document spans two rows
-    index = starts.flatten().cumsum(0) - 1
-
-    token_mask = torch.ones_like(starts).flatten()
-    # A 4D mask says which tokens see each other, not which of them are padding.
-    if attention_mask is not None and attention_mask.dim() == 2:
-        # The mask covers the tokens in the cache, too.
-        token_mask = attention_mask[:, -shape[1] :].bool().flatten()
-    if labels is not None:
-        trained = (prediction_weights(labels, loss_mask) > 0).flatten()
-        token_mask = token_mask & (_sum_by(index, trained.float())[index] > 0)
-    count = (_sum_by(index, token_mask.float()) > 0).sum()
-    return Documents(index, token_mask, count)
-
-
-def _sum_by(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Sum `values` of shape `(num_tokens, ...)` per document; row `d` of the result belongs to document `d`."""
-    # The result has as many rows as there are tokens, most of them zero: to allocate one row per document, the CPU
-    # would wait for the GPU to learn their number.
-    return torch.zeros_like(values).index_add_(0, index, values)
-
-
-def router_loss(
-    router_logits: tuple[torch.Tensor, ...], top_k: int, documents: Documents, *, level: str = "sequence"
-) -> torch.Tensor:
-    """
-    Compute the load-balancing loss of Switch Transformers (https://huggingface.co/papers/2101.03961, equations 4 to
-    6).
-
-    The loss of a document is `E * sum over experts of f_e * P_e`, where `f_e` is the share of the document's top-k
-    choices that went to expert `e`, and `P_e` is the mean probability that its tokens give to `e`. The result is the
-    sum over layers and the mean over documents. An even load gives 1 per layer.
-
-    Args:
-        router_logits (`tuple` of `torch.Tensor` of shape `(batch_size * seq_len, num_experts)`): one tensor per layer.
-        top_k (`int`): number of experts per token.
-        documents ([`Documents`]): from [`find_documents`].
-        level (`str`): `"sequence"`, or `"batch"` for one loss over all tokens in `token_mask`.
-
-    Returns:
-        `torch.FloatTensor`: a scalar, not multiplied by the coefficient; zero where no document counts.
-    """
-    mask = documents.token_mask.float().unsqueeze(-1)
-    # With `"batch"`, all tokens count as one document.
-    index = documents.index if level == "sequence" else torch.zeros_like(documents.index)
-    num_tokens = _sum_by(index, mask)
-    total = router_logits[0].new_zeros((), dtype=torch.float32)
-    for logits in router_logits:
-        probabilities = logits.float().softmax(dim=-1)
-        # (batch_size * seq_len, num_experts): 1 for the experts that the token chose
-        chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
-        # Indices past the last document have no tokens; `clamp` keeps them at 0 instead of 0 / 0.
-        load = _sum_by(index, chosen * mask) / (num_tokens * top_k).clamp(min=1)
-        mean_probability = _sum_by(index, probabilities * mask) / num_tokens.clamp(min=1)
-        total = total + logits.shape[-1] * (load * mean_probability).sum()
-    num_groups = documents.count if level == "sequence" else documents.count.clamp(max=1)
-    return total / num_groups.clamp(min=1)
-
-
 class MiniMindLMHead(nn.Linear):
     """Language-modelling head: returns logits or, given labels, the loss without all logits in memory."""
+
+    # Compiled, or `None` for [`cross_entropy`] itself.
+    _cross_entropy: Callable[..., torch.Tensor] | None = None
+
+    def compile(self, **options: Any) -> None:
+        """Compile the cross-entropy, which is then one pass over the logits."""
+        self._cross_entropy = torch.compile(cross_entropy, **options)
 
     def forward(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs
@@ -397,4 +327,4 @@ class MiniMindLMHead(nn.Linear):
         """
         if labels is None:
             return super().forward(hidden_states)
-        return linear_loss(hidden_states, self.weight, labels, **kwargs)
+        return linear_loss(hidden_states, self.weight, labels, compute=self._cross_entropy, **kwargs)

@@ -32,10 +32,11 @@ from .configuration_minimind import MiniMindConfig
 # `@use_experts_implementation`. The decorator stands in mlp.py, so transformers finds it in this comment.
 from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
 from .inputs import check_names, check_positions, unmask_packed_rows
-from .loss import LossParts, MiniMindLMHead, RowLoss, find_documents, prediction_weights, router_loss, whole_loss
+from .loss import LossParts, MiniMindLMHead, RowLoss, prediction_weights, whole_loss
 from .packed_attention import find_visible
 from .pretrained import MiniMindPreTrainedModel
 from .rotary import MiniMindRotaryEmbedding
+from .router_loss import find_documents, router_loss
 
 
 class MiniMindModel(MiniMindPreTrainedModel):

@@ -59,15 +59,15 @@ def refuse_unused_gpu(flag: str) -> None:
         raise UserError(f"{unused} To use the CPU, pass {flag}.")
 
 
-def compile_layers(layers: Iterable[nn.Module], device: torch.device, **options: str) -> None:
-    """Compile each layer with the options of `torch.compile`, if the compiler works."""
+def compile_modules(modules: Iterable[nn.Module], device: torch.device, **options: str) -> None:
+    """Compile modules, each by itself, with the options of `torch.compile`, if the compiler works."""
     if not can_compile(device, **options):
         return
     # NOTE: DDP's optimization would split the graph of each layer, and bypass the cache of compiled graphs. Without
     # it, a layer's gradients are reduced while the backward pass of the layer before it runs.
     torch._dynamo.config.optimize_ddp = False
-    for layer in layers:
-        layer.compile(**options)
+    for module in modules:
+        module.compile(**options)
 
 
 def can_compile(device: torch.device, **options: str) -> bool:

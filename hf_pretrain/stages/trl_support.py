@@ -19,7 +19,7 @@ from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.row_source import EvaluationBatches, RowSource, pad_rows
-from ..model.loss import find_documents, router_loss
+from ..model.router_loss import find_documents, router_loss
 from ..runtime.errors import UserError
 from ..training.base_trainer import RunTrainer
 

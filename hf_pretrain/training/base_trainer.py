@@ -20,8 +20,10 @@ from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes,
 from ..data.row_source import RowSource
 from ..hub.model_card import format_run_card
 from ..hub.pushing import HubPusher, create_repository
+from ..model.decoder_layer import MiniMindDecoderLayer
+from ..model.loss import MiniMindLMHead
 from ..runtime.command_line import announce
-from ..runtime.devices import compile_layers
+from ..runtime.devices import compile_modules
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
@@ -76,7 +78,8 @@ class RunTrainer(Trainer):
         if args.fp8:
             convert_to_float8(base_model.model.layers, emulates=args.fp8_emulate)
         if args.compiles_layers:
-            compile_layers(base_model.model.layers, args.device, **args.compile_options)
+            parts = [part for part in base_model.modules() if isinstance(part, MiniMindDecoderLayer | MiniMindLMHead)]
+            compile_modules(parts, args.device, **args.compile_options)
 
     def _connect_parts(self) -> None:
         args, run = self.args, self.run

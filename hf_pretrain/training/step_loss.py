@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..model.loss import RowLoss, find_documents, prediction_weights
+from ..model.loss import RowLoss, prediction_weights
+from ..model.router_loss import find_documents
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
 

@@ -233,7 +233,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if device_type == "cuda" else 0
         # Hide these options from Trainer, which would compile the whole model, again for each length of a batch and
-        # for each mode. `RunTrainer` compiles single layers with them.
+        # for each mode. `RunTrainer` compiles single layers and the loss with them.
         given = {"backend": self.torch_compile_backend, "mode": self.torch_compile_mode}
         self.compile_options = {name: value for name, value in given.items() if value is not None}
         if self.torch_compile is None:

@@ -10,13 +10,12 @@ from transformers import Trainer, TrainingArguments
 from hf_pretrain.model import loss as loss_module
 from hf_pretrain.model.loss import (
     RowLoss,
-    find_documents,
     linear_loss,
     masked_cross_entropy,
     prediction_weights,
-    router_loss,
     weighted_rows,
 )
+from hf_pretrain.model.router_loss import find_documents, router_loss
 from tests.models import Operators, assert_near, gradients, packed_positions
 
 
@@ -70,6 +69,7 @@ def test_cross_entropy_is_the_formula(batch, rows_at_a_time, num_items, is_weigh
     """
     monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * (rows_at_a_time or 0)))
     monkeypatch.setattr(loss_module, "MIN_ROWS", 1)
+    monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", 13 * 4)
     hidden, weight, labels, weights = batch
     options = {"loss_mask": weights if is_weighted else None, "num_items_in_batch": num_items}
     if rows_at_a_time is None:

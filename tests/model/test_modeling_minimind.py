@@ -16,8 +16,9 @@ from transformers import (
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
 from hf_pretrain.model.configuration_minimind import TESTED_VERSIONS
-from tests.conftest import GENERATIONS
+from tests.conftest import GENERATIONS, TOY
 from tests.models import assert_near, gradients, packed_positions, stock_model
+from tests.toys import toy_model
 
 
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
@@ -201,6 +202,30 @@ def test_compiled_models_keep_their_own_tables(build_model, input_ids, fresh_com
         model = build_model(rope_theta=theta)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         assert_near(compiled(input_ids).logits, model(input_ids).logits)
+
+
+@pytest.mark.parametrize(("adapts", "num_products"), [(False, 4), (True, 6)])
+def test_compiled_layers_join_the_products_of_one_input(input_ids, adapts, num_products, fresh_compiler):
+    """Queries, keys and values, and gate and up. An adapter changes what one of them computes."""
+    model = toy_model(**TOY)
+    layer, found = model.model.layers[0], []
+    if adapts:
+        layer.self_attn.k_proj.__class__ = type("AdaptedLinear", (torch.nn.Linear,), {})
+    expected = model(input_ids, labels=input_ids)
+    expected.loss.backward()
+    plain = gradients(model)
+
+    def count_products(graph_module: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
+        found.append(sum(node.target is torch._C._nn.linear for node in graph_module.graph.nodes))
+        return graph_module.forward
+
+    layer.compile(backend=count_products, fullgraph=True)
+    model.zero_grad()
+    actual = model(input_ids, labels=input_ids)
+    actual.loss.backward()
+    assert found == [num_products]
+    assert_near(actual.logits, expected.logits)
+    assert_near(gradients(model), plain)
 
 
 def test_generation_does_not_run_the_compiled_layers(model, input_ids, fresh_compiler):
