@@ -192,7 +192,7 @@ class RequestGuard:
             # Later calls wait for the client to disconnect, as the application expects.
             return checked.pop() if checked else await receive()
 
-        await self.app(scope, replay, send)
+        await self.app(scope, replay, _ending_streams(send))
 
     def _check_fields(self, path: str, body: bytes) -> dict[str, Any]:
         """Return the fields of a request without those that change nothing."""
@@ -219,6 +219,21 @@ class RequestGuard:
         # OpenAI's API gives no stream unless asked for one.
         defaults = {"stream": False} | ({} if self.samples else {"temperature": 0})
         return defaults | fields
+
+
+def _ending_streams(send: Send) -> Send:
+    """Let a stream end as OpenAI's do, which some clients wait for. One that breaks off has no such end."""
+    is_stream = False
+
+    async def send_with_end(message: Message) -> None:
+        nonlocal is_stream
+        if message["type"] == "http.response.start":
+            is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+        elif is_stream and not message.get("more_body"):
+            message = message | {"body": message.get("body", b"") + b"data: [DONE]\n\n"}
+        await send(message)
+
+    return send_with_end
 
 
 async def _read(request: Request) -> bytes:

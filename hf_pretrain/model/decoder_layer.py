@@ -93,10 +93,11 @@ class MiniMindAttention(nn.Module):
         head_shape = (*input_shape, -1, self.head_dim)
         projected = project_together(hidden_states, self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (states.view(head_shape) for states in projected)
-        # Backward keeps the values. A view would keep the queries and keys of the joined product as well.
-        value = value.contiguous()
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
+        else:
+            # Backward keeps only the values. A view would keep the queries and keys of the joined product as well.
+            value = value.contiguous()
         query, key = (apply_rotary_pos_emb(states, position_embeddings) for states in (query, key))
         # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, num_heads, seq_len, head_dim)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -91,6 +91,13 @@ def test_a_stream_arrives_in_pieces_with_whole_letters(each):
     assert "".join(chunks) == CHINESE[1]["content"] and set(CHINESE[1]["content"]) <= set(chunks)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_a_stream_ends_with_the_end_of_openai(each, stream):
+    response = post(each, "/v1/chat/completions", {"messages": SUM[:1], "stream": stream})
+    assert response.status_code == 200 and response.text.count("[DONE]") == stream
+    assert response.text.endswith("}\n\ndata: [DONE]\n\n") == stream
+
+
 @pytest.mark.parametrize("options", [{}, {"stream": True}])
 def test_a_tool_is_called_and_its_result_is_used(each, options):
     answer = ask(each, WEATHER[:1], tools=[TOOL], **options)
