@@ -230,7 +230,7 @@ def _ending_streams(send: Send) -> Send:
         if message["type"] == "http.response.start":
             is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
         elif is_stream and not message.get("more_body"):
-            message = message | {"body": message.get("body", b"") + b"data: [DONE]\n\n"}
+            message = {**message, "body": message.get("body", b"") + b"data: [DONE]\n\n"}
         await send(message)
 
     return send_with_end

@@ -35,7 +35,7 @@ _LOSSES = tuple(
 class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
     """TRL's `DPOConfig`. Flags that other recipes also have keep this package's defaults."""
 
-    takes_fp8 = False
+    has_masked_loss = False
     has_reference = True
     output_dir: str | None = HfArg(default="out/dpo", help="Directory of the run.")
     learning_rate: float = HfArg(default=1e-6, help="Peak learning rate.")

@@ -107,7 +107,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     """TRL's `GRPOConfig`. Flags that all recipes share keep this package's meaning and defaults."""
 
     default_optim_preset = "adamw"
-    takes_fp8 = False
+    has_masked_loss = False
     output_dir: str | None = HfArg(default="out/grpo", help="Directory of the run.")
     algorithm: str = HfArg(default="grpo", help="grpo (--loss_type) or rloo.", metadata={"choices": ("grpo", "rloo")})
     loss_type: str = HfArg(

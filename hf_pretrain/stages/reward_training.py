@@ -25,7 +25,7 @@ with needing_extra("trl", "Training of reward models needs TRL"):
 class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     """TRL's `RewardConfig`. Flags that other recipes also have keep this package's defaults."""
 
-    takes_fp8 = False
+    has_masked_loss = False
     # TRL's other trainers have the flag.
     sync_ref_model = False
     output_dir: str | None = HfArg(default="out/reward", help="Directory of the run.")

@@ -96,8 +96,8 @@ class RunTrainer(Trainer):
         )
         if run.pushes:
             self._create_repository()
-        # DeepSpeed's norm is on the host already.
-        is_late = args.device.type == "cuda" and not self.is_deepspeed_enabled
+        # DeepSpeed's norm is on the host already, and a spike must be known before its update.
+        is_late = args.device.type == "cuda" and not self.is_deepspeed_enabled and not args.skip_spikes
         self.finite_check = FiniteCheck(
             run.ranks, is_late=is_late, end=lambda what, step: end_nonfinite_run(self, what, step)
         )
@@ -236,10 +236,13 @@ class RunTrainer(Trainer):
             self.finite_check.compare_losses(step)
         elif grad_norm is not None:
             self.finite_check.take_norm(grad_norm, step)
-        # NOTE: by now DeepSpeed has overwritten the gradients with the updates of its Muon. The log must not call the
-        # norm of these a norm of gradients.
-        is_of_updates = self.is_deepspeed_enabled and OPTIMIZERS[self.args.optim_preset].build is not None
-        return None if is_of_updates else grad_norm
+        # The log must not call the norm of updates a norm of gradients.
+        return None if self.overwrites_gradients else grad_norm
+
+    @property
+    def overwrites_gradients(self) -> bool:
+        """Whether the gradients of a step have become updates: DeepSpeed's Muon does so in the backward pass."""
+        return self.is_deepspeed_enabled and OPTIMIZERS[self.args.optim_preset].build is not None
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 0: `mfu` counts better, and Trainer's count costs milliseconds in each step."""

@@ -34,7 +34,7 @@ def check_float8(args: "LMTrainingArguments") -> None:
         raise UserError("--fp8_emulate says how --fp8 computes, and --fp8 is missing. Add --fp8.")
     if not args.fp8:
         return
-    if not args.takes_fp8:
+    if not args.has_masked_loss:
         raise UserError(
             "--fp8 trains in pretraining, fine-tuning and distillation only. Elsewhere a reference model or a sampler "
             "would compute in another precision than the trained model. Leave it out."

@@ -40,6 +40,7 @@ from .launch import check_micro_batch
 from .measurements import Meter, flops_per_token, known_peak
 from .resume_check import digest_weights
 from .run import Run
+from .spikes import SpikeWatch
 from .step_loss import EvaluationSums, StepTotals, Term, count_step, loss_parts
 
 
@@ -98,6 +99,13 @@ class MaskedLossTrainer(RunTrainer):
         flops = flops_per_token(base_model_of(self.model)) + (0.0 if term is None else term.flops_per_token)
         peak = known_peak(self.args.device, dtype)
         self.meter = self.figures.meter = Meter(flops, peak, world_size=self.args.world_size, add_up=self._add_up)
+        self.spikes = SpikeWatch(self)
+        if not self.overwrites_gradients and self.compute_loss_func is None:
+            self.finite_check.watch = self.spikes.add
+            self.finite_check.mean = lambda loss: self._add_up((loss,))[0] / self.data_parallel_size
+        if self.args.skip_spikes:
+            self.add_callback(self.spikes)
+            run.kept.append(self.spikes)
 
     def _check_arguments(self):
         """Raise `UserError` for arguments that would silently change what the loss means."""
@@ -147,6 +155,7 @@ class MaskedLossTrainer(RunTrainer):
 
     def _begin_step(self, batches: list[dict[str, Any]]) -> StepTotals:
         self.finite_check.begin_step()
+        self.spikes.begin_step(batches)
         totals = count_step(batches, device=self.args.device, add_up=self._add_up)
         self.meter.add_step(totals.tokens)
         return totals

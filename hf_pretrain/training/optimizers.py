@@ -149,6 +149,8 @@ class Muon(torch.optim.Optimizer):
 
     def _step_muon(self, group: dict[str, Any]):
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            return
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

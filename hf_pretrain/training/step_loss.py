@@ -197,35 +197,44 @@ class FiniteCheck:
         ranks ([`~runtime.ranks.Ranks`]): the ranks that end together.
         is_late (`bool`): whether to read a step later.
         end (`Callable`): ends the run. Its arguments are what is not finite, and the number of the step.
+
+    Attributes:
+        watch (`Callable`, *optional*): takes the number of a step, its loss and the norm of its gradients.
+        mean (`Callable`): returns the mean of a scalar over the ranks that see different rows.
     """
 
     def __init__(self, ranks: Ranks, *, is_late: bool, end: Callable[[str, int], NoReturn]):
         self.ranks, self.is_late, self.end = ranks, is_late, end
-        # Whether the loss of each micro-batch of the current step is finite.
-        self._are_finite: list[torch.Tensor] = []
-        # The step, the norm on the host, and the event after which it is there.
+        self.watch: Callable[..., None] | None = None
+        self.mean: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+        # The loss of each micro-batch of the current step.
+        self._losses: list[torch.Tensor] = []
+        # The step, loss and norm on the host, and the event after which they are there.
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
     def begin_step(self) -> None:
         """Forget the losses of the last step."""
-        self._are_finite = []
+        self._losses = []
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a factor that turns the gradients of a non-finite loss into NaN, so that each rank sees it."""
-        self._are_finite.append(loss.detach().isfinite())
+        self._losses.append(loss.detach())
         # An infinite loss may have finite or zero gradients. Multiplied by NaN, all of them become NaN.
-        return torch.where(self._are_finite[-1], 1.0, torch.nan)
+        return torch.where(self._losses[-1].isfinite(), 1.0, torch.nan)
 
     def compare_losses(self, step: int) -> None:
         """End the run if a loss of any rank is not finite. All ranks call this method."""
-        if self.ranks.largest(int(not all(self._are_finite))):
+        if self.ranks.largest(int(not all(loss.isfinite() for loss in self._losses))):
             self.end("The loss is not finite", step)
 
     def take_norm(self, norm: torch.Tensor | float, step: int) -> None:
         """Take the norm of the gradients of a step, a scalar. All ranks call this method."""
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
-        host, copied = norm.detach().to("cpu", non_blocking=self.is_late), None
-        if norm.is_cuda:
+        values = norm.detach().float().reshape(1)
+        if self.watch is not None:
+            values = torch.stack([self.mean(sum(self._losses)).float(), values[0].to(self._losses[0].device)])
+        host, copied = values.to("cpu", non_blocking=self.is_late), None
+        if values.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
         self._pending = step, host, copied
@@ -238,5 +247,8 @@ class FiniteCheck:
             (step, host, copied), self._pending = self._pending, None
             if copied is not None:
                 copied.synchronize()
-            if not host.isfinite():
-                self.end(f"The gradient's norm is {float(host)}", step)
+            *loss, norm = host.tolist()
+            if not math.isfinite(norm):
+                self.end(f"The gradient's norm is {norm}", step)
+            if self.watch is not None:
+                self.watch(step, *loss, norm)

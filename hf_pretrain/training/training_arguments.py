@@ -36,6 +36,7 @@ from .launch import (
     start_deepspeed_cpu_ranks,
 )
 from .optimizers import OPTIMIZERS
+from .spikes import check_spikes
 
 
 @dataclass
@@ -94,8 +95,8 @@ class LMTrainingArguments(TrainingArguments):
         default=False, help="float8 in the linear layers, beside bf16. It needs compute capability 8.9 and torchao."
     )
     fp8_emulate: bool = HfArg(default=False, help="Round as --fp8 does, on any device, without its speed.")
-    # Whether the stage can train in float8.
-    takes_fp8: ClassVar[bool] = True
+    # Whether the stage trains with the masked loss, and not with one of TRL.
+    has_masked_loss: ClassVar[bool] = True
     torch_compile: bool = HfArg(
         default=cast(bool, None), help="Compile each layer. On by default with CUDA, not with DeepSpeed."
     )
@@ -113,6 +114,7 @@ class LMTrainingArguments(TrainingArguments):
         metadata={"choices": [kind.value for kind in SchedulerType]},
     )
     warmup_steps: float = HfArg(default=0.02, help="Warmup in steps, or as a share of all if below 1.")
+    skip_spikes: bool = HfArg(default=False, help="Leave out the update of a step whose loss or gradient is a spike.")
     weight_decay: float = HfArg(default=0.1, help="Weight decay of matrices. Vectors have none.")
     adam_beta2: float = HfArg(default=0.95, help="AdamW's decay rate of the second moment.")
     num_train_epochs: float = HfArg(default=1.0, help="Passes over the training data.")
@@ -180,6 +182,7 @@ class LMTrainingArguments(TrainingArguments):
             prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
         check_device(self)
         check_float8(self)
+        check_spikes(self)
 
     def _choose_reports(self) -> None:
         """Choose the progress bar and the trackers if the user left them out."""

@@ -131,7 +131,7 @@ def test_sharded_weights_and_other_stages_are_refused(tmp_path, monkeypatch):
             patch.setattr(args, "deepspeed_plugin", SimpleNamespace(zero_stage=stage))
             with nullcontext() if fits else pytest.raises(ValueError, match="cannot train with sharded weights"):
                 check_float8(args)
-    monkeypatch.setattr(LMTrainingArguments, "takes_fp8", False)
+    monkeypatch.setattr(LMTrainingArguments, "has_masked_loss", False)
     with pytest.raises(ValueError, match="pretraining, fine-tuning and distillation only"):
         check_float8(args)
 
