@@ -6,11 +6,12 @@ Search the learning rate, the batch size and the length of the rows of each cont
     taskset -c 0 python -m benchmarks.race_settings --name long --seconds 600 --others "loop like MiniMind's"
 
 For each contestant, the script searches the three values in turn, until none of them changes: it halves and doubles
-the best value as long as this helps. Each run first measures its speed, and then trains for the steps that fit into
-`--seconds`, as in the race. So give it the cores and the seconds of one contestant there. The script writes all runs
-to `benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of each contestant. An
-interrupted search continues from the runs in this file; to search again, delete the file. `--name` adds a name to the
-file: `race.py --name` reads that file, and races against the contestants of `--others` only.
+the best value as long as this helps. It may end at a local optimum, so begin at several batch sizes and lengths. Each
+run first measures its speed, and then trains for the steps that fit into `--seconds`, as in the race. So give it the
+cores and the seconds of one contestant there. The script writes all runs to
+`benchmarks/results/race-settings-<preset>.json`, where `race.py` finds the best run of each contestant. An interrupted
+search continues from the runs in this file; to search again, delete the file. `--name` adds a name to the file:
+`race.py --name` reads that file, and races against the contestants of `--others` only.
 """
 
 import argparse
@@ -83,6 +84,8 @@ def main() -> None:
     parser.add_argument("--model_preset", default="tiny", choices=list(MAX_LENGTHS))
     parser.add_argument("--seconds", type=float, default=50.0, help="Training time of each run.")
     parser.add_argument("--others", nargs="+", default=list(OTHERS), choices=OTHERS, help="Contestants to search for.")
+    parser.add_argument("--batch_size", type=int, default=BATCH_SIZE, help="Where the search begins.")
+    parser.add_argument("--max_length", type=int, help="Where the search begins; by default at the length of ours.")
     parser.add_argument("--name", help="Name in the file of the result.")
     args = parser.parse_args()
     record = environment()
@@ -114,8 +117,8 @@ def main() -> None:
         path.write_text(json.dumps(record | {"runs": runs}, indent=1) + "\n", encoding="utf-8")
         return loss
 
-    first = {"learning_rate": LEARNING_RATES[args.model_preset], "batch_size": BATCH_SIZE}
-    first["max_length"] = MAX_LENGTHS[args.model_preset]
+    first = {"learning_rate": LEARNING_RATES[args.model_preset], "batch_size": args.batch_size}
+    first["max_length"] = args.max_length or MAX_LENGTHS[args.model_preset]
     if not torch.cuda.is_available():
         keep_freed_blocks()
     disable_progress_bars()

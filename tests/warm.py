@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # Variables that no library reads while it is imported. A forked process reads PYTHONPATH itself.
-HARMLESS = {"PYTEST_CURRENT_TEST", "PYTHONPATH", "DOUBLE_GRADIENT", "POISON", "COLUMNS"}
+HARMLESS = {"PYTEST_CURRENT_TEST", "PYTHONPATH", "DOUBLE_GRADIENT", "PLANT_SPIKE", "POISON", "COLUMNS"}
 HARMLESS |= {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CROSS_RANK", "CROSS_SIZE"}
 HARMLESS |= {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
 # Their imports are those of most runs.

@@ -101,8 +101,7 @@ class MaskedLossTrainer(RunTrainer):
         self.meter = self.figures.meter = Meter(flops, peak, world_size=self.args.world_size, add_up=self._add_up)
         self.spikes = SpikeWatch(self)
         if not self.overwrites_gradients and self.compute_loss_func is None:
-            self.finite_check.watch = self.spikes.add
-            self.finite_check.mean = lambda loss: self._add_up((loss,))[0] / self.data_parallel_size
+            self.finite_check.show(self.spikes.add, over_ranks=self._loss_of_ranks)
         if self.args.skip_spikes:
             self.add_callback(self.spikes)
             run.kept.append(self.spikes)
@@ -144,6 +143,10 @@ class MaskedLossTrainer(RunTrainer):
         # Tensor-parallel ranks see the same rows, so the sums count each row once per such rank. Counts stay integers.
         size, totals = self.get_tp_size(), self.accelerator.reduce(sums, "sum")
         return tuple(total / size if total.is_floating_point() else total // size for total in totals)
+
+    def _loss_of_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a step from what the micro-batches of a rank add up to."""
+        return self._add_up((loss,))[0] / self.data_parallel_size
 
     def get_batch_samples(self, *args, **kwargs):
         """Return the batches of a step, and its totals."""

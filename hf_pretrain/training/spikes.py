@@ -123,9 +123,9 @@ class SpikeWatch(TrainerCallback):
         # A compiled layer would be compiled again for single rows.
         with torch.compiler.set_stance("force_eager"):
             for batch in batches:
-                given = {name: batch[name] for name in _ROW_FIELDS if name in batch}
+                given = {name: batch[name].to(trainer.args.device) for name in _ROW_FIELDS if name in batch}
                 for row in range(len(given["input_ids"])):
-                    part = trainer._prepare_inputs({name: value[row : row + 1] for name, value in given.items()})
+                    part = {name: value[row : row + 1] for name, value in given.items()}
                     loss = trainer.model(**part, skip_logits=True, use_cache=False).ce_loss.item()
                     rows.append((loss, part["input_ids"][0].tolist()))
         trainer.model.train()

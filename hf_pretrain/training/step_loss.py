@@ -197,20 +197,26 @@ class FiniteCheck:
         ranks ([`~runtime.ranks.Ranks`]): the ranks that end together.
         is_late (`bool`): whether to read a step later.
         end (`Callable`): ends the run. Its arguments are what is not finite, and the number of the step.
-
-    Attributes:
-        watch (`Callable`, *optional*): takes the number of a step, its loss and the norm of its gradients.
-        mean (`Callable`): returns the mean of a scalar over the ranks that see different rows.
     """
 
     def __init__(self, ranks: Ranks, *, is_late: bool, end: Callable[[str, int], NoReturn]):
         self.ranks, self.is_late, self.end = ranks, is_late, end
         self.watch: Callable[..., None] | None = None
-        self.mean: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+        self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
         # The loss of each micro-batch of the current step.
         self._losses: list[torch.Tensor] = []
         # The step, loss and norm on the host, and the event after which they are there.
         self._pending: tuple[int, torch.Tensor, Any] | None = None
+
+    def show(self, watch: Callable[..., None], *, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """
+        Show all later steps to a function.
+
+        Args:
+            watch (`Callable`): takes the number of a step, its loss and the norm of its gradients.
+            over_ranks (`Callable`): returns the loss of all ranks from that of one, a scalar.
+        """
+        self.watch, self.over_ranks = watch, over_ranks
 
     def begin_step(self) -> None:
         """Forget the losses of the last step."""
@@ -231,8 +237,8 @@ class FiniteCheck:
         """Take the norm of the gradients of a step, a scalar. All ranks call this method."""
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         values = norm.detach().float().reshape(1)
-        if self.watch is not None:
-            values = torch.stack([self.mean(sum(self._losses)).float(), values[0].to(self._losses[0].device)])
+        if self.over_ranks is not None:
+            values = torch.stack([self.over_ranks(sum(self._losses)).float(), values[0].to(self._losses[0].device)])
         host, copied = values.to("cpu", non_blocking=self.is_late), None
         if values.is_cuda:
             copied = torch.cuda.Event()

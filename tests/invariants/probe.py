@@ -2,6 +2,7 @@
 Run the real pretraining recipe with an additional callback that checks the rotary table after training.
 
 `DOUBLE_GRADIENT=1` doubles every gradient and leaves the losses unchanged, to show that the tests notice it.
+`PLANT_SPIKE=1` calls the fifth step a spike.
 
 NOTE: accelerate, and so this package, refuses tensor parallelism on CPUs. The probe turns both checks off, and torch
 computes it over gloo.
@@ -18,7 +19,7 @@ from accelerate import ParallelismConfig
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.training import training_arguments
+from hf_pretrain.training import spikes, training_arguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.weights.adapters import base_model_of
 
@@ -54,4 +55,6 @@ if __name__ == "__main__":
     training_arguments.check_device = lambda _: None
     if os.environ.get("DOUBLE_GRADIENT"):
         sys.modules["pretrain"].MaskedLossTrainer = DoubledGradientTrainer
+    if os.environ.get("PLANT_SPIKE"):
+        spikes.is_spike = lambda value, history, least_ratio: len(history) == 4
     main(*parse_args(*ARGUMENTS))

@@ -6,6 +6,7 @@ which the other rank has no labels.
 """
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -168,6 +169,21 @@ def test_dense_models_agree_and_end_in_the_dtype_of_save_dtype(launch, workspace
     assert_same_steps(run, reference)
     assert_same_weights(replace(run, weights=exact), reference)
     assert run.pos_cis_intact == [True, True]
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "zero2", "zero3"])
+def test_spikes_agree(launch, way):
+    """Their loss and gradient, and the row with the highest loss, which only one rank has."""
+    found = []
+    for name in (way, "python"):
+        output = launch("moe", name, SGD, PLANT_SPIKE="1").output
+        pattern = r"spike at step 5: loss (\S+) .*?, gradient norm (\S+) .*? loss, (\S+): (.*?)\. More in"
+        ((*values, text),) = re.findall(pattern, output)
+        found.append((list(map(float, values)), text))
+    (values, text), (expected, expected_text) = found
+    assert values[:2] == pytest.approx(expected[:2], rel=1e-3) and text == expected_text
+    # DeepSpeed has updated the weights before it gives the norm, and the row has another loss.
+    assert (values[2] == pytest.approx(expected[2], rel=1e-3)) != ("zero" in way)
 
 
 def test_streams_agree(launch):
