@@ -241,7 +241,7 @@ class _CrossEntropy(NamedTuple):
 
     def differentiate(self, logits: torch.Tensor, part: slice, gradient: torch.Tensor | None) -> torch.Tensor:
         """As [`RowLoss.differentiate`], but replace what stands in `gradient`."""
-        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
         columns = [logits, self.targets[part], self.weights[part], *([] if gradient is None else [gradient])]
         blocks = zip(*(column.split(size) for column in columns), strict=True)
         total = sum(self.compute(*block, *([None] if gradient is None else [])) for block in blocks)
@@ -313,6 +313,10 @@ class MiniMindLMHead(nn.Linear):
     def compile(self, **options: Any) -> None:
         """Compile the cross-entropy, which is then one pass over the logits."""
         self._cross_entropy = torch.compile(cross_entropy, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As torch does with compiled layers: what is compiled cannot be pickled.
+        return {name: value for name, value in super().__getstate__().items() if name != "_cross_entropy"}
 
     def forward(
         self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **kwargs

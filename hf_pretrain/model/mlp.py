@@ -28,12 +28,13 @@ def project_together(hidden_states: torch.Tensor, *projections: nn.Linear) -> tu
     Returns:
         `tuple` of `torch.Tensor` of shape `(..., width)`.
     """
-    # Adapters and float8 replace a layer. Tensor parallelism and ZeRO-3 hook into its call, and change its weight.
-    is_plain = all(
-        type(each) is nn.Linear and type(each.weight) is nn.Parameter and len(each.weight) == each.out_features
+    # Adapters and float8 replace a layer. Tensor parallelism, ZeRO-3 and users hook into its call.
+    is_plain = not any(
+        type(each) is not nn.Linear or each._forward_pre_hooks or each._forward_hooks or each._backward_hooks
         for each in projections
     )
-    if not (is_plain and torch.compiler.is_compiling()):
+    # Without gradients, as in generation, joining the weights would cost more than it saves.
+    if not (is_plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return tuple(each(hidden_states) for each in projections)
     weight = torch.cat([each.weight for each in projections])
     return F.linear(hidden_states, weight).split([each.out_features for each in projections], dim=-1)

@@ -100,10 +100,9 @@ class MaskedLossTrainer(RunTrainer):
         peak = known_peak(self.args.device, dtype)
         self.meter = self.figures.meter = Meter(flops, peak, world_size=self.args.world_size, add_up=self._add_up)
         self.spikes = SpikeWatch(self)
-        if not self.overwrites_gradients and self.compute_loss_func is None:
-            self.finite_check.show(self.spikes.add, over_ranks=self._loss_of_ranks)
+        self.finite_check.show(self.spikes.add, over_ranks=self._loss_of_ranks)
+        self.add_callback(self.spikes)
         if self.args.skip_spikes:
-            self.add_callback(self.spikes)
             run.kept.append(self.spikes)
 
     def _check_arguments(self):

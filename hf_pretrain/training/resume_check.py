@@ -8,6 +8,7 @@ config, adapter, and weights that training does not change.
 
 import json
 from collections.abc import Iterable
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,10 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
             f"This run cannot resume from {checkpoint}: another version of hf_pretrain wrote its {MANIFEST_NAME}. "
             f"Start a new run from its weights: --model_name_or_path {checkpoint}."
         )
+    # A flag that is newer than the checkpoint did then what its default does now.
+    defaults = {field.name: field.default for field in fields(args)}
+    newer = (now["settings"].keys() - then["settings"].keys()) & defaults.keys()
+    then["settings"] |= _plain({name: defaults[name] for name in newer})
     fatal, inexact = _find_obstacles(then, now)
     if fatal:
         raise UserError(

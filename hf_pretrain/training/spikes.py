@@ -1,6 +1,7 @@
 """
 Spikes: steps whose loss or gradient is far larger than those before. Each is reported with the rows of its batch that
-have the highest loss, and `--skip_spikes` leaves out its update, momentum and weight decay included.
+have the highest loss, and `--skip_spikes` leaves out its update, momentum and weight decay included, at most
+`MOST_SKIPPED` times one after another.
 
 A value is a spike if it is more than `NUM_DEVIATIONS` deviations above the median of the last `WINDOW` steps, and more
 than its least ratio times the median. A deviation is 1.4826 times the median distance from the median, as in a normal
@@ -31,6 +32,8 @@ NUM_DEVIATIONS = 8.0
 # Norms vary more than losses. Of 350 steps of `tiny`, one was 11 deviations above the median, at 1.7 times its value;
 # of 350 steps of fine-tuning with two conversations each, three were above twice the median.
 LEAST_RATIOS = {"loss": 1.1, "gradient norm": 3.0}
+# Updates that are skipped one after another.
+MOST_SKIPPED = 10
 # Rows in the report. They are looked up again only after so many steps without a spike: it takes a forward pass.
 NUM_ROWS, QUIET_STEPS = 3, 10
 FILE_NAME, STATE_NAME = "spikes.jsonl", "spikes.json"
@@ -46,8 +49,8 @@ def check_spikes(args: "LMTrainingArguments") -> None:
         raise UserError("--skip_spikes works in pretraining, fine-tuning and distillation. Leave it out.")
     if args.deepspeed_plugin is not None:
         raise UserError(
-            "--skip_spikes: DeepSpeed updates the weights in the backward pass. Leave the flag out, and spikes are "
-            "only reported; or use torchrun, with --fsdp_size for large models."
+            "--skip_spikes: DeepSpeed updates the weights in the backward pass. Use torchrun, with --fsdp_size for "
+            "large models; or leave the flag out, and spikes are only reported."
         )
     if args.fp16:
         raise UserError("--skip_spikes: in fp16, the loss scaler decides which steps are skipped. Leave it out.")
@@ -72,10 +75,17 @@ class SpikeWatch(TrainerCallback):
 
     def __init__(self, trainer: "MaskedLossTrainer"):
         self.trainer = trainer
-        self.recent = {name: deque[float](maxlen=WINDOW) for name in LEAST_RATIOS}
-        # The batches of this step and of the one before, whose values a GPU gives late.
-        self._batches: deque[tuple[int, list[dict[str, torch.Tensor]]]] = deque(maxlen=2)
-        self._is_spike, self._last_spike = False, -QUIET_STEPS
+        self._forget()
+
+    def _forget(self) -> None:
+        # DeepSpeed's Muon gives no norm of the gradients.
+        names = ["loss"] if self.trainer.overwrites_gradients else list(LEAST_RATIOS)
+        self.recent = {name: deque[float](maxlen=WINDOW) for name in names}
+        self._num_skipped, self._last_spike = 0, -QUIET_STEPS
+        # The batches of the last steps, by their number. A GPU gives the values of a step in the one after it.
+        self._batches: deque[tuple[int, list[dict[str, torch.Tensor]]]] = deque(maxlen=3)
+        # The spike to report: its step, its values, and whether its update is skipped.
+        self._found: tuple[int, dict[str, dict[str, float]], bool] | None = None
 
     def begin_step(self, batches: list[dict[str, torch.Tensor]]) -> None:
         """Take the batches of the next step."""
@@ -84,44 +94,64 @@ class SpikeWatch(TrainerCallback):
     def add(self, step: int, *values: float) -> None:
         """Take the loss and the norm of the gradients of a step. All ranks call this method."""
         found = {}
-        for (name, history), value in zip(self.recent.items(), values, strict=True):
+        for (name, history), value in zip(self.recent.items(), values, strict=False):
             if is_spike(value, history, LEAST_RATIOS[name]):
                 found[name] = {"value": value, "median": median(history)}
             history.append(value)
-        self._is_spike = bool(found)
+        # A loss that stays high is no spike, and only updates can lower it.
+        skips = bool(found) and self.trainer.args.skip_spikes and self._num_skipped < MOST_SKIPPED
+        self._num_skipped = self._num_skipped + 1 if skips else 0
         if found:
-            self._report(step, found)
-            self._last_spike = step
+            self._found = step, found, skips
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if self._is_spike and args.skip_spikes:
+        if self._found is not None and self._found[2]:
             # Optimizers leave parameters without gradients alone.
             model.zero_grad(set_to_none=True)
 
-    def _report(self, step: int, found: dict[str, dict[str, float]]) -> None:
-        args, state = self.trainer.args, self.trainer.state
-        rows: list[dict[str, Any]] = []
+    # A report needs forward passes. Between backward and update, they would disturb FSDP's sharding.
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._report()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._report()
+
+    def _report(self) -> None:
+        if self._found is None:
+            return
+        (step, found, skips), self._found = self._found, None
+        args, rows = self.trainer.args, list[dict[str, Any]]()
         if step - self._last_spike >= QUIET_STEPS:
             rows = sum(self.trainer.run.ranks.gather(self._rank_rows(dict(self._batches)[step])), [])
             rows = sorted(rows, key=lambda row: -row["loss"])[:NUM_ROWS]
+        self._last_spike = step
         if not args.should_save:
             return
         path = Path(args.output_dir, FILE_NAME)
-        with path.open("a", encoding="utf-8") as file:
-            entry = {"step": step, "skipped": args.skip_spikes, **found, "rows": rows}
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         values = ", ".join(f"{name} {each['value']:.4g} (median {each['median']:.4g})" for name, each in found.items())
-        end = "; its update is skipped" if args.skip_spikes else ""
-        first = f". The row with the highest loss, {rows[0]['loss']:.4g}: {rows[0]['text']!r:.80}" if rows else ""
-        print_step(state, f"spike at step {step}: {values}{end}{first}. More in {path}")
+        text = f"spike at step {step}: {values}{'; its update was skipped' if skips else ''}"
+        if rows:
+            text += f". The row with the highest loss, {rows[0]['loss']:.4g}: {rows[0]['text']!r:.80}"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                entry = {"step": step, "skipped": skips, **found, "rows": rows}
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            text += f". More in {path}"
+        except OSError as error:
+            # A report is no reason to end a run.
+            text += f". {path} could not be written: {error}"
+        print_step(self.trainer.state, text)
 
     @torch.no_grad()
     def _rank_rows(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
-        """Return the rows of this rank with the highest loss. All ranks have equally many rows."""
+        """
+        Return the rows of this rank with the highest loss, by the weights of now. All ranks have equally many rows.
+        """
         trainer, rows = self.trainer, []
         trainer.model.eval()
         # A compiled layer would be compiled again for single rows.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), trainer.accelerator.autocast():
             for batch in batches:
                 given = {name: batch[name].to(trainer.args.device) for name in _ROW_FIELDS if name in batch}
                 for row in range(len(given["input_ids"])):
@@ -129,6 +159,9 @@ class SpikeWatch(TrainerCallback):
                     loss = trainer.model(**part, skip_logits=True, use_cache=False).ce_loss.item()
                     rows.append((loss, part["input_ids"][0].tolist()))
         trainer.model.train()
+        if trainer.args.process_index % trainer.args.tp_size:
+            # Tensor-parallel ranks have the same rows.
+            return []
         rows = sorted(rows, key=lambda row: -row[0])[:NUM_ROWS]
         tokenizer = trainer.processing_class
         decode = tokenizer.decode if isinstance(tokenizer, PreTrainedTokenizerBase) else str
@@ -138,11 +171,15 @@ class SpikeWatch(TrainerCallback):
 
     def save(self, trainer: Any, directory: Path) -> None:
         if trainer.args.should_save:
-            state = {name: list(history) for name, history in self.recent.items()}
+            recent = {name: list(history) for name, history in self.recent.items()}
+            state = {"recent": recent, "num_skipped": self._num_skipped}
             (directory / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
 
     def load(self, trainer: Any, checkpoint: str) -> None:
+        self._forget()
         path = Path(checkpoint, STATE_NAME)
         if path.exists():
-            for name, values in json.loads(path.read_text(encoding="utf-8")).items():
+            state = json.loads(path.read_text(encoding="utf-8"))
+            self._num_skipped = state["num_skipped"]
+            for name, values in state["recent"].items():
                 self.recent[name].extend(values)

@@ -237,7 +237,8 @@ class FiniteCheck:
         """Take the norm of the gradients of a step, a scalar. All ranks call this method."""
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         values = norm.detach().float().reshape(1)
-        if self.over_ranks is not None:
+        # A trainer with a loss of its own may add none.
+        if self.over_ranks is not None and self._losses:
             values = torch.stack([self.over_ranks(sum(self._losses)).float(), values[0].to(self._losses[0].device)])
         host, copied = values.to("cpu", non_blocking=self.is_late), None
         if values.is_cuda:
@@ -256,5 +257,5 @@ class FiniteCheck:
             *loss, norm = host.tolist()
             if not math.isfinite(norm):
                 self.end(f"The gradient's norm is {norm}", step)
-            if self.watch is not None:
+            if self.watch is not None and loss:
                 self.watch(step, *loss, norm)

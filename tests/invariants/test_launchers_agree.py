@@ -172,18 +172,28 @@ def test_dense_models_agree_and_end_in_the_dtype_of_save_dtype(launch, workspace
 
 
 @pytest.mark.parametrize("way", ["DDP", "FSDP2", "zero2", "zero3"])
-def test_spikes_agree(launch, way):
-    """Their loss and gradient, and the row with the highest loss, which only one rank has."""
+def test_spikes_agree_and_change_nothing(launch, way):
+    """Compare also the row with the highest loss, which only one rank has."""
     found = []
     for name in (way, "python"):
-        output = launch("moe", name, SGD, PLANT_SPIKE="1").output
+        run = launch("moe", name, SGD, PLANT_SPIKE="1")
         pattern = r"spike at step 5: loss (\S+) .*?, gradient norm (\S+) .*? loss, (\S+): (.*?)\. More in"
-        ((*values, text),) = re.findall(pattern, output)
+        ((*values, text),) = re.findall(pattern, run.output)
         found.append((list(map(float, values)), text))
+        assert_same_steps(run, launch("moe", name, SGD))
+        assert_same_weights(run, launch("moe", name, SGD))
     (values, text), (expected, expected_text) = found
-    assert values[:2] == pytest.approx(expected[:2], rel=1e-3) and text == expected_text
-    # DeepSpeed has updated the weights before it gives the norm, and the row has another loss.
-    assert (values[2] == pytest.approx(expected[2], rel=1e-3)) != ("zero" in way)
+    assert values == pytest.approx(expected, rel=1e-3) and text == expected_text
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2"])
+def test_skipped_updates_agree(launch, way):
+    skipping = [*SGD, "--skip_spikes", "true"]
+    run, reference = (launch("moe", name, skipping, PLANT_SPIKE="1") for name in (way, "python"))
+    assert "its update was skipped" in run.output
+    assert_same_steps(run, reference)
+    assert_same_weights(run, reference)
+    assert run.steps[5]["loss"] != pytest.approx(launch("moe", way, SGD).steps[5]["loss"], abs=1e-3)
 
 
 def test_streams_agree(launch):

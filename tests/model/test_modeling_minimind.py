@@ -204,28 +204,38 @@ def test_compiled_models_keep_their_own_tables(build_model, input_ids, fresh_com
         assert_near(compiled(input_ids).logits, model(input_ids).logits)
 
 
-@pytest.mark.parametrize(("adapts", "num_products"), [(False, 4), (True, 6)])
-def test_compiled_layers_join_the_products_of_one_input(input_ids, adapts, num_products, fresh_compiler):
-    """Queries, keys and values, and gate and up. An adapter changes what one of them computes."""
+@pytest.mark.parametrize(
+    ("change", "num_products"), [("none", 4), ("adapter", 6), ("hook", 6), ("without gradients", 7)]
+)
+def test_compiled_layers_join_the_products_of_one_input(input_ids, change, num_products, fresh_compiler):
+    """Queries, keys and values, and gate and up. Adapters and hooks change what one of them computes."""
     model = toy_model(**TOY)
     layer, found = model.model.layers[0], []
-    if adapts:
+    if change == "adapter":
         layer.self_attn.k_proj.__class__ = type("AdaptedLinear", (torch.nn.Linear,), {})
-    expected = model(input_ids, labels=input_ids)
-    expected.loss.backward()
-    plain = gradients(model)
+    if change == "hook":
+        layer.self_attn.k_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
 
     def count_products(graph_module: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
         found.append(sum(node.target is torch._C._nn.linear for node in graph_module.graph.nodes))
         return graph_module.forward
 
+    def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+        model.zero_grad()
+        with torch.set_grad_enabled(change != "without gradients"):
+            outputs = model(input_ids, labels=input_ids)
+        if change == "without gradients":
+            return outputs.logits, None
+        outputs.loss.backward()
+        return outputs.logits, gradients(model)
+
+    expected_logits, expected_gradients = run()
     layer.compile(backend=count_products, fullgraph=True)
-    model.zero_grad()
-    actual = model(input_ids, labels=input_ids)
-    actual.loss.backward()
+    logits, found_gradients = run()
     assert found == [num_products]
-    assert_near(actual.logits, expected.logits)
-    assert_near(gradients(model), plain)
+    assert_near(logits, expected_logits)
+    if found_gradients is not None:
+        assert_near(found_gradients, expected_gradients)
 
 
 def test_generation_does_not_run_the_compiled_layers(model, input_ids, fresh_compiler):

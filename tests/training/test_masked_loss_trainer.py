@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import pickle
 import random
 
 import pytest
@@ -239,7 +240,11 @@ def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
     statistics = torch._dynamo.utils.counters["stats"]
     callbacks = [AtStep(step, lambda: num_graphs.append(statistics["unique_graphs"])) for step in (2, 6)]
     options = {"arguments": {"torch_compile": True}, "callbacks": callbacks}
-    compiled = train(make_trainer(tmp_path, make_packed_rows(), model=model, batch=4, **options))
+    trainer = make_trainer(tmp_path, make_packed_rows(), model=model, batch=4, **options)
+    # The loss is compiled, too. A model can be pickled all the same.
+    assert trainer.model.lm_head._cross_entropy is not None
+    assert pickle.loads(pickle.dumps(trainer.model)).lm_head._cross_entropy is None
+    compiled = train(trainer)
     assert 0 < num_graphs[0] == num_graphs[1]
     assert [step["loss"] for step in compiled] == pytest.approx([step["loss"] for step in plain], rel=1e-5)
 

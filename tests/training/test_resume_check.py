@@ -220,6 +220,18 @@ def test_one_changed_row_of_many_changes_the_digest():
         assert describe_data(datasets.Dataset.from_dict(changed)) != whole
 
 
+def test_a_flag_newer_than_the_checkpoint_had_its_default(tmp_path):
+    trainer = make_trainer(tmp_path, make_documents())
+    now = describe_run(trainer)
+    (tmp_path / "checkpoint-3").mkdir()
+    older = {name: value for name, value in now["settings"].items() if name != "skip_spikes"}
+    write_manifest(tmp_path / "checkpoint-3", now | {"settings": older})
+    check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
+    changed = now | {"settings": now["settings"] | {"skip_spikes": True}}
+    with pytest.raises(UserError, match="--skip_spikes was False and is now True"):
+        check_resume(str(tmp_path / "checkpoint-3"), changed, trainer.args)
+
+
 SCHEDULE = {
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,

@@ -166,6 +166,20 @@ def test_a_learning_rate_that_is_too_high_is_seen(tmp_path):
     assert [bool(spike["rows"]) for spike in spikes] == [True] + [False] * (len(spikes) - 1)
 
 
+def test_ten_steps_in_a_row_are_skipped_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) >= 5)
+    spikes = run(tmp_path, easy_rows(), skip_spikes=True, max_steps=20)[1]
+    assert [spike["step"] for spike in spikes] == list(range(6, 21))
+    assert [spike["skipped"] for spike in spikes] == [True] * 10 + [False] + [True] * 4
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, capfd):
+    (tmp_path / "spikes.jsonl").mkdir()
+    trainer, _ = run(tmp_path, easy_rows(NOISE))
+    assert trainer.state.global_step == NUM_STEPS
+    assert "spikes.jsonl could not be written" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"has_masked_loss": False}, "works in pretraining"), ({"fp16": True}, "the loss scaler decides")],
