@@ -45,8 +45,9 @@ from .training_arguments import LMTrainingArguments
 
 class RunTrainer(Trainer):
     """
-    A `Trainer` with the behaviour described above. It also compiles each decoder layer (`--torch_compile`), trains
-    with Muon (`--optim_preset muon`, the default of pretraining), and logs `tokens_per_second` and `peak_memory_gib`.
+    A `Trainer` with the behaviour described above. It also compiles each decoder layer and the loss
+    (`--torch_compile`), trains with Muon (`--optim_preset muon`, the default of pretraining), and logs
+    `tokens_per_second` and `peak_memory_gib`.
 
     Args:
         run ([`~training.run.Run`], *optional*): the run of a recipe, settled. Without it, the trainer makes a run from

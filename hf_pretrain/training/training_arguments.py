@@ -98,7 +98,7 @@ class LMTrainingArguments(TrainingArguments):
     # Whether the stage trains with the masked loss, and not with one of TRL.
     has_masked_loss: ClassVar[bool] = True
     torch_compile: bool = HfArg(
-        default=cast(bool, None), help="Compile each layer. On by default with CUDA, not with DeepSpeed."
+        default=cast(bool, None), help="Compile each layer and the loss. On by default with CUDA, not with DeepSpeed."
     )
     # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
     learning_rate: float = HfArg(
