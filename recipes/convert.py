@@ -63,7 +63,8 @@ def main(args: argparse.Namespace) -> None:
     Path(args.to, REPOCARD_NAME).write_text(card, encoding="utf-8")
     print(f"{args.to}: {report}")
     if args.push:
-        print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=('*.gguf', '*.pth'))}")
+        also = ("*.gguf", "Modelfile", "*.pth")
+        print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=also)}")
 
 
 def make_parser() -> RecipeParser:

@@ -320,3 +320,11 @@ def test_conversions_are_pushed(hub, environment, tmp_path):
     assert f"qwen3, float16: read back; largest logit difference on 8 rows {difference}" in text
     assert ModelCard(text).data.license == "mit" and "trust_remote_code" not in text and str(tmp_path) not in text
     assert "This repository holds no tokenizer" in text
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_pushed_with_its_modelfile(hub, environment, talker, tmp_path):
+    command = [sys.executable, str(ROOT / "recipes/convert.py"), "--from", str(talker), "--to", str(tmp_path / "toy")]
+    result = start([*command, "--format", "gguf", "--push"], **environment)
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert {"model.gguf", "Modelfile", "README.md"} <= files_of(hub)
