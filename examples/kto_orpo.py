@@ -11,6 +11,7 @@ TRL adds no router loss of ours, so do not train models with experts in this way
 
 import argparse
 
+import torch
 from datasets import load_dataset
 from transformers import HfArgumentParser
 from trl import KTOConfig, KTOTrainer
@@ -33,7 +34,9 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="A JSONL file of preferences.")
     args, rest = parser.parse_known_args()
     trainer_class, config_class = TRAINERS[args.method]
-    (config,) = HfArgumentParser(config_class).parse_args_into_dataclasses(rest)
+    # TRL asks for bf16 units unless told that there is no GPU.
+    defaults = [] if torch.accelerator.is_available() else ["--use_cpu", "--bf16", "false"]
+    (config,) = HfArgumentParser(config_class).parse_args_into_dataclasses([*defaults, *rest])
     data = load_dataset("json", data_files=args.data, split="train")
     if args.method == "kto":
         data = unpair_preference_dataset(data)

@@ -54,8 +54,12 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         config = _find_config(typed, preset, stage)
         if config:
             defaults = [*_yaml_to_argv(config, typed), "--config", config]
-        if _MICRO_BATCH_FLAGS & {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}:
+        given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
+        if _MICRO_BATCH_FLAGS & given:
             defaults.append("--fit_micro_batch=false")
+        if "dataset_name" in given and "train_fraction" in typed:
+            # A share in the file is meant for the data of the file.
+            defaults.append("--train_fraction=1.0")
         argv = argv if typed.model_preset != "auto" else [*argv, "--preset", preset]
     namespace = parser.parse_args(defaults + argv)
     # transformers and TRL refuse values here, too.

@@ -137,7 +137,7 @@ class SpikeWatch(TrainerCallback):
             with path.open("a", encoding="utf-8") as file:
                 entry = {"step": step, "skipped": skips, **found, "rows": rows}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            text += f". More in {path}"
+            text += f". More in {path}" if rows else ""
         except OSError as error:
             # A report is no reason to end a run.
             text += f". {path} could not be written: {error}"

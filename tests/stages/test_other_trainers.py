@@ -42,9 +42,6 @@ def test_a_checkpoint_learns_to_prefer(talker, tmp_path, method):
         "1e-3",
         "--report_to",
         "none",
-        "--use_cpu",
-        "--bf16",
-        "false",
         "--save_strategy",
         "no",
     ]

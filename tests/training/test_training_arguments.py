@@ -26,6 +26,13 @@ def parse(tmp_path, *words: str, config: dict | None = None):
     return parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
 
 
+def test_a_share_of_the_data_in_a_file_is_not_for_other_data(tmp_path):
+    config = {"train_fraction": 0.6}
+    own = ["--dataset_name", "mine.jsonl"]
+    for words, expected in (([], 0.6), (own, 1.0), ([*own, "--train_fraction", "0.5"], 0.5)):
+        assert parse(tmp_path, *words, config=config)[1].train_fraction == expected
+
+
 def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
     config = {"learning_rate": 2e-3, "lr_scheduler_kwargs": {"min_lr_rate": 0.2}, "bf16": False, "max_steps": -1}
     texts = {"learning_rate": "2e-3", "max_length": 64, "dataset_name": ["a.jsonl", "b.jsonl"]}
