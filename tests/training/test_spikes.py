@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainerCallback
 
+from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import spikes as spikes_module
 from hf_pretrain.training.spikes import check_spikes, is_spike
@@ -164,6 +165,17 @@ def test_a_learning_rate_that_is_too_high_is_seen(tmp_path):
     spikes = run(tmp_path, easy_rows(), Raise())[1]
     assert len(spikes) > 3 and NOISE_STEP < spikes[0]["step"] < NOISE_STEP + 5
     assert [bool(spike["rows"]) for spike in spikes] == [True] + [False] * (len(spikes) - 1)
+
+
+def test_a_trainer_with_a_loss_of_its_own_trains_without_the_watch(tmp_path):
+    class OwnLoss(MaskedLossTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).loss
+
+    arguments = {"max_steps": 2, "optim_preset": "adamw", "optim": None}
+    trainer = make_trainer(tmp_path, easy_rows(), trainer_class=OwnLoss, arguments=arguments)
+    trainer.train()
+    assert trainer.state.global_step == 2 and not trainer.spikes.recent["loss"]
 
 
 def test_ten_steps_in_a_row_are_skipped_at_most(tmp_path, monkeypatch):
