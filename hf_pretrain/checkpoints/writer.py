@@ -33,12 +33,12 @@ from .directory import set_aside, summarize
 from .manifest import find_damage, write_manifest
 
 
-def checkpoint_bytes(model: nn.Module, args: TrainingArguments, *, uses_deepspeed: bool) -> int:
+def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
     """Estimate the size of a checkpoint of `model` in bytes."""
-    # 4 bytes per saved weight, 8 for the two moments of AdamW, and 4 more for DeepSpeed's float32 weights.
+    # 4 bytes per saved weight, and 8 for the two moments of AdamW.
     num_saved = get_model_param_count(model, trainable_only=is_adapted(model))
     trainable = 0 if args.save_only_model else get_model_param_count(model, trainable_only=True)
-    return 4 * num_saved + (12 if uses_deepspeed else 8) * trainable
+    return 4 * num_saved + 8 * trainable
 
 
 def write_model(

@@ -14,7 +14,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoints import sharded
+from ..checkpoints import optimizer_state
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.row_source import RowSource
@@ -40,6 +40,7 @@ from .run import Run
 from .settling import showing
 from .step_loss import FiniteCheck
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop, restore_endings
+from .trainer_state import keeps_state_on_disk, load_state, load_weights, save_state
 from .training_arguments import LMTrainingArguments
 
 
@@ -61,9 +62,11 @@ class RunTrainer(Trainer):
         self.run = run or Run.of_trainer(args, model, kwargs)
         args = self.run.args
         self._checkpoint: str | None = None
+        # Whether the parameter groups of a resumed run keep their settings, and only the state is the checkpoint's.
+        self._keeps_new_groups = False
         # Digest these weights now: later, they are wrapped or sharded.
         self.run.fixed_weights |= digest_fixed_weights(model, args)
-        # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `checkpoints.sharded` saves
+        # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `trainer_state.py` saves
         # it. Trainer would also create the repository, which `HubPusher` does.
         only_model = args.save_only_model or model.is_distributed_loading_by_transformers
         with showing(args, save_only_model=only_model, push_to_hub=False):
@@ -84,9 +87,7 @@ class RunTrainer(Trainer):
 
     def _connect_parts(self) -> None:
         args, run = self.args, self.run
-        self.writer = CheckpointWriter(
-            args, lambda: checkpoint_bytes(self.model, args, uses_deepspeed=self.is_deepspeed_enabled)
-        )
+        self.writer = CheckpointWriter(args, lambda: checkpoint_bytes(self.model, args))
         self.pusher = HubPusher(
             Path(args.output_dir),
             strategy=args.hub_strategy,
@@ -209,7 +210,7 @@ class RunTrainer(Trainer):
         if self._checkpoint is not None:
             for part in self.run.kept:
                 part.load(self, self._checkpoint)
-            if self.args.allow_inexact_resume:
+            if self.args.allow_inexact_resume or self._keeps_new_groups:
                 # DeepSpeed's wrapper holds the schedule.
                 scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
                 restore_settings(self.optimizer, scheduler, self._new_groups)
@@ -312,32 +313,34 @@ class RunTrainer(Trainer):
         if self.args.should_save or self.is_distributed_loading_by_transformers:
             write_model(directory, model, self.processing_class, weights, is_writer=self.args.should_save)
 
-    # NOTE: transformers cannot save and load the state of models that it shards.
+    # The state of a checkpoint is the same under every launcher (`trainer_state.py`). Trainer would write shards under
+    # DeepSpeed and FSDP, and refuse models that transformers shards.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.is_distributed_loading_by_transformers:
+        if keeps_state_on_disk(self):
             super()._save_optimizer_and_scheduler(output_dir)
-            return
-        optimizer, is_writer = self.optimizer.optimizer, self.args.should_save
-        sharded.save_optimizer(output_dir, self.model, optimizer, self.lr_scheduler, is_writer=is_writer)
+        else:
+            save_state(self, output_dir)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None):
+        # There is no hook between the preparation and the loading.
+        checkpoint = resume_from_checkpoint
+        is_whole = checkpoint is not None and optimizer_state.is_whole(checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None if is_whole else checkpoint)
+        self._keeps_new_groups = is_whole and not load_state(self, checkpoint)
+        return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_distributed_loading_by_transformers:
-            sharded.load_weights(resume_from_checkpoint, self.model)
+            load_weights(self, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.is_distributed_loading_by_transformers:
-            sharded.load_weights(self.state.best_model_checkpoint, self.model)
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers:
+            load_weights(self, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self.is_distributed_loading_by_transformers:
-            sharded.load_optimizer(checkpoint, self.model, self.optimizer.optimizer, self.lr_scheduler)
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
 
     # The Hub
 

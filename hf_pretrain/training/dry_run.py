@@ -110,7 +110,7 @@ def _describe_memory(trainer: "RunTrainer", peak_bytes: float) -> str:
 
 def _describe_disk(trainer: "RunTrainer") -> str:
     args = trainer.args
-    size = checkpoint_bytes(trainer.model, args, uses_deepspeed=trainer.is_deepspeed_enabled)
+    size = checkpoint_bytes(trainer.model, args)
     directory = Path(trainer.run.planned_dir).absolute()
     while not directory.exists():
         directory = directory.parent

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
+from ..checkpoints.optimizer_state import is_whole
+from ..checkpoints.zero_state import whole_parameter
 from ..runtime.errors import UserError
 from ..weights.adapters import is_adapted
 from .training_arguments import LMTrainingArguments, optimizer_name, values_by_name
@@ -68,11 +70,9 @@ _CONTENT_FLAGS = {
 _IN_STATE = {"optim_args", "optim_target_modules"}
 _IN_ADAPTIVE_STATE = {"learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"}
 _ADAPTIVE = {"reduce_lr_on_plateau", "greedy"}
-# Blocks of a DeepSpeed config that change no update. The layout has the ZeRO stage, the global batch has the sizes.
-_DEEPSPEED_HARMLESS = {
-    *("zero_optimization", "checkpoint", "train_batch_size", "train_micro_batch_size_per_gpu"),
-    *("gradient_accumulation_steps", "activation_checkpointing"),
-}
+# Blocks of a DeepSpeed config that change an update and repeat no flag. transformers refuses a precision, clipping or
+# batch that differs from the flags.
+_DEEPSPEED_COMPARED = ("optimizer", "scheduler")
 # Fields of a model's or an adapter's config that change no update of a resumed run. Trainer, `from_pretrained` and
 # `save_pretrained` change most of them: the name is a path, and the special tokens are the tokenizer's.
 # `zero_init_residual` changes the first weights only.
@@ -99,12 +99,16 @@ def describe_settings(args: LMTrainingArguments, others: Iterable[Any] = ()) -> 
     deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     # `create_accelerator_and_postprocess` chooses it for the device.
     del values["accelerator_config"]["non_blocking"]
-    values["deepspeed"] = {name: value for name, value in deepspeed.items() if name not in _DEEPSPEED_HARMLESS}
+    values["deepspeed"] = _compared_of_deepspeed(deepspeed)
     compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
     # Only in these cases does the order of the rows, or the loss, depend on the batch size.
     if args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch:
         compared.add("per_device_train_batch_size")
     return _plain({name: values[name] for name in sorted(compared)})
+
+
+def _compared_of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in _DEEPSPEED_COMPARED if name in config}
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -137,14 +141,14 @@ def describe_config(config: Any) -> dict[str, Any]:
 
 def digest_weights(parameters: Iterable[torch.Tensor]) -> str:
     """
-    Return a digest of weights that training does not change. If they are sharded, all ranks must call this function;
-    under ZeRO-3, the digest covers the shards of this rank.
+    Return a digest of weights that training does not change. If they are sharded, all ranks must call this function.
     """
     digest = xxhash.xxh3_128()
     for parameter in parameters:
-        weight = getattr(parameter, "ds_tensor", parameter).detach()
-        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        with whole_parameter(parameter):
+            weight = parameter.detach()
+            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -178,8 +182,7 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
         )
     adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
     contents = {"data": data[0], "config": describe_config(model.config), "adapter": adapter}
-    # Under ZeRO-3, each rank has digested its own shards.
-    contents |= {role: {"digest": digest} for role, digest in run.ranks.gather(run.fixed_weights)[0].items()}
+    contents |= {role: {"digest": digest} for role, digest in run.fixed_weights.items()}
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         # GRPO renders its prompts during the training.
         words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
@@ -219,7 +222,9 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
     defaults = {field.name: field.default for field in fields(args)}
     newer = (now["settings"].keys() - then["settings"].keys()) & defaults.keys()
     then["settings"] |= _plain({name: defaults[name] for name in newer})
-    fatal, inexact = _find_obstacles(then, now)
+    # Older versions compared the whole config of DeepSpeed.
+    then["settings"]["deepspeed"] = _compared_of_deepspeed(then["settings"]["deepspeed"])
+    fatal, inexact = _find_obstacles(then, now, is_whole=is_whole(checkpoint))
     if fatal:
         raise UserError(
             f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
@@ -239,24 +244,23 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
         logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
 
 
-def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _find_obstacles(then: dict[str, Any], now: dict[str, Any], *, is_whole: bool) -> tuple[list[str], list[str]]:
     """
     Return the reasons that forbid resuming, and the reasons that make it inexact.
 
     Args:
         then (`dict`): the result of [`describe_run`] from the manifest of a checkpoint.
         now (`dict`): the result of [`describe_run`] for this run.
+        is_whole (`bool`): whether the optimizer state is whole, as any launcher reads it.
     """
     fatal = []
     if then["optimizer"] != now["optimizer"]:
         fatal.append(f"its optimizer was {then['optimizer']} and is now {now['optimizer']}")
-    if then["layout"] != now["layout"]:
-        fatal.append(f"its optimizer state has the layout {then['layout']} and this run's is {now['layout']}")
-    # DeepSpeed's shards fit one world size. Other layouts hold whole tensors or reshard on load.
-    elif then["layout"].startswith("ZeRO") and then["world_size"] != now["world_size"]:
+    has_other_shards = then["layout"] != now["layout"] or then["world_size"] != now["world_size"]
+    if not is_whole and has_other_shards and not then["save_only_model"]:
         fatal.append(
-            f"{then['world_size']} process(es) wrote its {then['layout']} shards, and {now['world_size']} would read "
-            "them. Launch as many as then"
+            f"an older version saved its optimizer state in shards ({then['layout']}, {then['world_size']} "
+            f"process(es)), which this launch ({now['layout']}, {now['world_size']}) cannot read. Launch as then"
         )
     if then["save_only_model"]:
         fatal.append("it was saved with --save_only_model and has no optimizer state")
@@ -267,6 +271,9 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     changed = _changes(then["settings"], now["settings"], prefix="--")
     schedules = {run["settings"]["lr_scheduler_type"] for run in (then, now)}
     fixed = _IN_STATE | (_IN_ADAPTIVE_STATE if schedules & _ADAPTIVE else set())
+    if then["layout"] != now["layout"] and schedules & _ADAPTIVE:
+        # Its state has a learning rate for each parameter group, and launchers have different groups.
+        fatal.append(f"its schedule adapts, and its state fits the layout {then['layout']}, not {now['layout']}")
     fatal += [changed.pop(name) for name in sorted(fixed & changed.keys())]
     flags = [text for name, text in changed.items() if name in _CONTENT_FLAGS]
     for name in sorted(then["contents"].keys() & now["contents"].keys()):
