@@ -96,12 +96,13 @@ def load_optimizer(
         )
     if engine is not None:
         zero_state.load_optimizer(engine, saved["state"])
-        for group, of_file in zip(groups, saved["param_groups"], strict=False):
-            group["lr"] = of_file["lr"] if fits else group["lr"]
-        return fits
-    order, numbered = _order(model, optimizer), _own_groups(optimizer, saved, fits=fits)
-    whole = saved | {"param_groups": [_renamed(group, order) for group in numbered]}
-    set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+    elif saved["state"]:
+        order, numbered = _order(model, optimizer), _own_groups(optimizer, saved, fits=fits)
+        whole = saved | {"param_groups": [_renamed(group, order) for group in numbered]}
+        set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+    if fits:
+        for group, of_file in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group["lr"] = of_file["lr"]
     return fits
 
 

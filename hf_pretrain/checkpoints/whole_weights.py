@@ -1,15 +1,20 @@
-"""Load the whole weights of a checkpoint into a model that a launcher has sharded. All ranks must call this."""
+"""Gather and load the whole weights of a model that a launcher has sharded. All ranks must call these functions."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from ..runtime.errors import UserError
 from ..weights.adapters import base_model_of, is_adapted
 from . import zero_state
+
+
+def gather_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return the whole weights of a model that FSDP2 shards, on the CPU of the first rank; elsewhere an empty `dict`."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def load_weights(directory: str | Path, model: Any, *, engine: Any = None) -> None:

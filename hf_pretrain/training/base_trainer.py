@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import optimizer_state
 from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
+from ..checkpoints.whole_weights import gather_weights
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.row_source import RowSource
 from ..hub.model_card import format_run_card
@@ -308,7 +309,7 @@ class RunTrainer(Trainer):
         if self.is_deepspeed_enabled:
             model, weights = gather_from_deepspeed(self.accelerator, self.model_wrapped, model)
         elif self.is_fsdp_enabled:
-            weights = self.accelerator.get_state_dict(self.model)
+            weights = gather_weights(self.model)
         # With a model that transformers shards, `write_model` is a collective that all ranks must enter.
         if self.args.should_save or self.is_distributed_loading_by_transformers:
             write_model(directory, model, self.processing_class, weights, is_writer=self.args.should_save)

@@ -1,5 +1,6 @@
 """
-accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP, with SGD and with Muon.
+accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP, with SGD and with Muon, and each resumes
+from the other's checkpoints.
 
 On CPUs, accelerate turns FSDP into DDP. `Fsdp2Trainer` therefore sets FSDP's plug-in, prepared as on a GPU. The rest
 is the real path: two ranks over gloo, `fsdp2_prepare_model`, autocast.
@@ -58,15 +59,16 @@ def make_rows(weight: float) -> list[dict]:
     return rows
 
 
-def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path) -> dict:
-    arguments = {"max_steps": 3, "bf16": True}
+def train(trainer_class: type[MaskedLossTrainer], name: str, directory: Path, checkpoint: Path | None = None) -> dict:
+    arguments = {"max_steps": 3, "bf16": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 9}
     if name == "muon":
         arguments |= {"optim": None, "optim_preset": "muon", "learning_rate": 1e-3}
     options = {"model": toy_model(vocab_size=160, **MODELS[name]), "batch": 2, "accumulation": 2}
     trainer = trainers.make_trainer(
         directory, make_rows(1.37), arguments=arguments, trainer_class=trainer_class, **options
     )
-    steps = trainers.train(trainer)
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     weights = {key: value.detach() for key, value in trainer.model.named_parameters()}
     return {
         "steps": steps,
@@ -81,11 +83,14 @@ def main(directory: Path) -> None:
     training_arguments.check_device = lambda args: None
     dist.init_process_group("gloo")
     for name in MODELS:
-        for trainer_class in (MaskedLossTrainer, Fsdp2Trainer):
+        kinds = (MaskedLossTrainer, Fsdp2Trainer)
+        for trainer_class, other in (*((kind, None) for kind in kinds), kinds, kinds[::-1]):
             if trainer_class is Fsdp2Trainer:
                 os.environ.update(FSDP)
-            result = train(trainer_class, name, directory)
-            torch.save(result, directory / f"{name}-{trainer_class.__name__}-{dist.get_rank()}.pt")
+            way = f"{name}-{trainer_class.__name__}" + ("-resumed" if other else "")
+            checkpoint = directory / f"{name}-{other.__name__}" / "checkpoint-2" if other else None
+            result = train(trainer_class, name, directory / way, checkpoint)
+            torch.save(result, directory / f"{way}-{dist.get_rank()}.pt")
             for variable in FSDP:
                 os.environ.pop(variable, None)
             AcceleratorState._reset_state(reset_partial_state=False)
@@ -119,6 +124,18 @@ def test_fsdp2_in_bf16_equals_ddp_in_bf16(directory, name):
     # bf16 change them by 3e-4 and more.
     for key, weight in ddp["weights"].items():
         torch.testing.assert_close(fsdp["weights"][key], weight, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["MaskedLossTrainer", "Fsdp2Trainer"])
+def test_each_resumes_from_the_other(directory, kind, name):
+    whole, resumed = (
+        torch.load(directory / f"{name}-{kind}{suffix}-0.pt", weights_only=False) for suffix in ("", "-resumed")
+    )
+    assert [step["step"] for step in resumed["steps"]] == [1, 2, 3]
+    assert resumed["steps"][2]["loss"] == pytest.approx(whole["steps"][2]["loss"], rel=1e-5)
+    for key, weight in whole["weights"].items():
+        torch.testing.assert_close(resumed["weights"][key], weight, rtol=0, atol=2e-4)
 
 
 if __name__ == "__main__":
