@@ -13,7 +13,7 @@ from . import zero_state
 
 
 def gather_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a model that FSDP2 shards, on the CPU of the first rank; elsewhere an empty `dict`."""
+    """Return the whole weights of a model that FSDP2 shards, on the CPU of the first rank. Other ranks get none."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 

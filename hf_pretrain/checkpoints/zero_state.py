@@ -98,16 +98,22 @@ def whole_parameter(parameter: nn.Parameter) -> AbstractContextManager:
 
 
 def loss_scale(engine: Any) -> dict[str, Any] | None:
-    """Return the loss scale of float16 and the number of steps since it changed, or `None` in other precisions."""
+    """Return the loss scale of float16 and the number of steps since it grew, or `None` in other precisions."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return None
-    return {SCALE: float(scaler.cur_scale), GROWTH: scaler.cur_iter - scaler.last_overflow_iter - 1}
+    # DeepSpeed counts from the last overflow, and grows before a step that follows a multiple of `scale_window`.
+    steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+    return {SCALE: float(scaler.cur_scale), GROWTH: (steps - 1) % scaler.scale_window + 1 if steps else 0}
 
 
-def load_loss_scale(engine: Any, saved: dict[str, Any]) -> None:
-    """Continue with the loss scale that [`loss_scale`] returned, or with one of torch's `GradScaler`."""
-    scaler = engine.optimizer.loss_scaler
+def load_loss_scale(scaler: Any, saved: dict[str, Any]) -> None:
+    """Continue with a loss scale of [`loss_scale`] or of torch's `GradScaler`, in DeepSpeed's or torch's scaler."""
+    if isinstance(scaler, torch.amp.GradScaler):
+        # Beyond its interval, it would never grow.
+        steps = min(saved[GROWTH], scaler.get_growth_interval() - 1)
+        scaler.load_state_dict(scaler.state_dict() | {SCALE: saved[SCALE], GROWTH: steps})
+        return
     scaler.cur_scale = saved[SCALE]
     scaler.last_overflow_iter = scaler.cur_iter - saved[GROWTH] - 1
 
@@ -118,9 +124,13 @@ def _names(engine: Any) -> dict[nn.Parameter, str]:
 
 def _partitions(zero: Any) -> Iterator[tuple[list[nn.Parameter], torch.Tensor]]:
     """Give each flat tensor that this rank trains, with the parameters that lie in its group."""
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
+    if _is_stage_3(zero):
         return zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
     return zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+
+
+def _is_stage_3(zero: Any) -> bool:
+    return hasattr(zero, "fp32_partitioned_groups_flat")
 
 
 def _link(zero: Any) -> None:
@@ -130,10 +140,11 @@ def _link(zero: Any) -> None:
     NOTE: at stages 1 and 2, DeepSpeed links all groups after the update of the first one, when the others have no
     state yet.
     """
-    for parameters, flat in _partitions(zero):
-        for parameter in parameters:
-            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
-                mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    if not _is_stage_3(zero):
+        for parameters, flat in _partitions(zero):
+            lazy_init_hp_params_optimizer_state(parameters, flat, zero.optimizer.state)
 
 
 def _is_whole_momentum(zero: Any, key: str) -> bool:
@@ -141,7 +152,7 @@ def _is_whole_momentum(zero: Any, key: str) -> bool:
     Return whether a state is Muon's momentum at stages 1 and 2. Each rank keeps that of whole parameters, unless the
     optimizer is offloaded.
     """
-    return key == "momentum_buffer" and hasattr(zero, "params_in_partition") and not zero.cpu_offload
+    return key == "momentum_buffer" and not _is_stage_3(zero) and not zero.cpu_offload
 
 
 def _held(zero: Any, flat: torch.Tensor) -> list[nn.Parameter]:

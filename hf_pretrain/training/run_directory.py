@@ -29,6 +29,7 @@ from huggingface_hub import get_token
 from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
+from ..checkpoints.optimizer_state import is_whole
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
@@ -204,8 +205,9 @@ def _choose(args: LMTrainingArguments) -> str | None:
         return None
     path = Path(str(named))
     is_own = Path(args.output_dir).resolve() == path.resolve().parent
+    # A whole state is read with `weights_only`, and shards beside it are not read.
     is_pickled = args.deepspeed_plugin is not None or any(path.glob("*/.metadata"))
-    if is_pickled and not is_own:
+    if is_pickled and not is_own and not is_whole(path):
         raise UserError(
             f"--resume_from_checkpoint {path} lies outside --output_dir {args.output_dir}, and its shards "
             "(DeepSpeed's global_step*/*.pt, torch's .metadata) are pickles: loading them runs whatever code they "

@@ -50,11 +50,9 @@ def load_state(trainer: "RunTrainer", checkpoint: str) -> bool:
     engine, scale = zero_engine(trainer), Path(checkpoint, SCALER_NAME)
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         load_weights(trainer, checkpoint)
-    if engine is not None and scale.is_file():
-        zero_state.load_loss_scale(engine, torch.load(scale, weights_only=True))
-    elif scale.is_file() and (scaler := trainer.accelerator.scaler) is not None:
-        # ZeRO saves the scale alone.
-        scaler.load_state_dict(scaler.state_dict() | torch.load(scale, weights_only=True))
+    if scale.is_file():
+        scaler = trainer.accelerator.scaler if engine is None else engine.optimizer.loss_scaler
+        zero_state.load_loss_scale(scaler, torch.load(scale, weights_only=True))
     return optimizer_state.load_optimizer(checkpoint, *_parts(trainer), engine=engine)
 
 

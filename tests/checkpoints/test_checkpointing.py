@@ -11,7 +11,7 @@ import pytest
 
 from hf_pretrain.checkpoints.directory import find_newest_run, rotate_checkpoints
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
-from hf_pretrain.checkpoints.sharded import load_weights
+from hf_pretrain.checkpoints.whole_weights import load_weights
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassification

@@ -51,16 +51,26 @@ def test_hostile_files_of_a_checkpoint(name, workspace, reference, planted, tmp_
 
 @pytest.mark.faults
 def test_hostile_shards_of_deepspeed(workspace, reference, planted, tmp_path):
+    """Older versions saved shards. Beside a whole state, nobody reads them."""
     source = reference("deepspeed", *zero(2)) / "checkpoint-6"
     checkpoint = Path(shutil.copytree(source, tmp_path / "elsewhere/checkpoint-6"))
-    for shard in checkpoint.glob("global_step*/*.pt"):
-        torch.save(Hostile(planted), shard)
-    words = command(workspace, tmp_path / "run", *zero(2), launcher="deepspeed")
-    words += ["--resume_from_checkpoint", str(checkpoint)]
-    check_refused(words, planted, "move the checkpoint into --output_dir")
+    run_facts = read_manifest(checkpoint)["run"]
+    (checkpoint / "global_step6").mkdir()
+    torch.save(Hostile(planted), checkpoint / "global_step6/mp_rank_00_model_states.pt")
+    (checkpoint / "latest").write_text("global_step6")
+    whole = (checkpoint / "optimizer.pt").rename(tmp_path / "optimizer.pt")
+    for name in ("refused", "read"):
+        (checkpoint / "manifest.json").unlink()
+        write_manifest(checkpoint, run_facts)
+        words = command(workspace, tmp_path / name, *zero(2), launcher="deepspeed")
+        words += ["--resume_from_checkpoint", str(checkpoint)]
+        if name == "refused":
+            check_refused(words, planted, "move the checkpoint into --output_dir")
+            whole.rename(checkpoint / "optimizer.pt")
+    result = run(words)
+    assert result.returncode == 0 and not planted.exists(), result.stdout[-3000:]
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_token_is_in_nothing_written_or_sent(launcher, workspace, tmp_path):
     with HubServer() as hub:

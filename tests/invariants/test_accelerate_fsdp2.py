@@ -1,5 +1,5 @@
 """
-accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP, with SGD and with Muon, and each resumes
+accelerate's FSDP2 in bf16, the default on GPUs, trains the same weights as DDP, with SGD and with Muon. Each resumes
 from the other's checkpoints.
 
 On CPUs, accelerate turns FSDP into DDP. `Fsdp2Trainer` therefore sets FSDP's plug-in, prepared as on a GPU. The rest

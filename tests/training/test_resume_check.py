@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -166,8 +167,12 @@ def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout": "ZeRO-2"}, "cannot resume.*layout ZeRO-2 and this run's is one file"),
         ({"optimizer": "muon"}, "cannot resume.*its optimizer was muon and is now sgd"),
+        (
+            {"layout": "ZeRO-2"},
+            "cannot resume.*an older version saved its optimizer state in shards .ZeRO-2, 1 process",
+        ),
+        ({"world_size": 4}, "cannot resume.*in shards .one file, 4 process.*this launch .one file, 1. cannot read"),
         ({"save_only_model": True}, "cannot resume.*saved with --save_only_model and has no optimizer state"),
         ({"contents": {"adapter": {"r": 4}}}, "cannot resume.*its adapter differed"),
         ({"global_batch": 5}, "would not be exact: its global batch was 5 rows and is now 8"),
@@ -183,6 +188,17 @@ def test_a_run_resumes_exactly_or_says_why_not(tmp_path, change, message):
     check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
     write_manifest(tmp_path / "checkpoint-3", now | change)
     with pytest.raises(ValueError, match=message):
+        check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
+
+
+@pytest.mark.parametrize(("schedule", "fits"), [("constant", True), ("greedy", False)])
+def test_a_whole_state_resumes_under_another_launcher_unless_the_schedule_adapts(tmp_path, schedule, fits):
+    trainer = make_trainer(tmp_path / "run", make_documents(), arguments={"lr_scheduler_type": schedule})
+    now = describe_run(trainer)
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3/optimizer.pt").touch()
+    write_manifest(tmp_path / "checkpoint-3", now | {"layout": "ZeRO-2", "world_size": 4})
+    with nullcontext() if fits else pytest.raises(ValueError, match="its schedule adapts, .*layout ZeRO-2, not one f"):
         check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
 
 
