@@ -124,6 +124,8 @@ def check(command: str) -> None:
             assert rest[0] == "launch"
             launch_command_parser().parse_args(rest[1:])
         parse_recipe(words[recipe:])
+    elif program == "python" and rest[0].endswith(".py"):
+        assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
     elif program == "python":
         assert rest[0] == "-m" and importlib.util.find_spec(rest[1]), f"there is no module {rest[1]}"
     elif program == "pip":
