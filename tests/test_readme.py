@@ -36,7 +36,7 @@ READMES = ("README.md", "README_zh.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 PROGRAMS = "make hf-pretrain python torchrun deepspeed accelerate sbatch pip hf pre-commit".split()
 # Programs that every system has.
-SYSTEM = "cp mkdir cd echo rm export source python3 git ollama".split()
+SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker".split()
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
 PLACEHOLDERS = re.compile(r"[<…]|\.\.\.")
 

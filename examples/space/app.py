@@ -1,5 +1,5 @@
 """
-A chat page for a Space on the Hub. It loads the model that has the name of the Space, or that the variable `MODEL` names.
+A chat page for a Space on the Hub. It loads the model with the name of the Space, or of `MODEL`.
 
     hf upload me/mine-llama examples/space --repo-type space
     MODEL=out/llama python examples/space/app.py
