@@ -41,9 +41,8 @@ def test_the_page_answers_with_a_model_in_llamas_format(talker, tmp_path):
     }
     command = [sys.executable, str(SPACE / "app.py")]
     # Without the directory of this package: a Space does not have it.
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=cpu_environment(GRADIO_ANALYTICS_ENABLED="False", **variables) | {"PYTHONPATH": ""}
-    ) as page:
+    environment = cpu_environment(**variables) | {"PYTHONPATH": ""}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as page:
         try:
             wait_for(lambda: answers(port), page)
             client = gradio_client.Client(f"http://127.0.0.1:{port}", verbose=False)
