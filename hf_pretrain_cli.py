@@ -270,7 +270,7 @@ def print_list() -> None:
         print(f"  {name:18}{files[name].read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
     print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
-    print("Data (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file")
+    print("Data (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file, s3://...")
 
 
 def print_completion(shell: str) -> None:

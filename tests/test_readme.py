@@ -36,7 +36,7 @@ READMES = ("README.md", "README_zh.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 PROGRAMS = "make hf-pretrain python torchrun deepspeed accelerate sbatch pip hf pre-commit".split()
 # Programs that every system has.
-SYSTEM = "cp mkdir cd echo rm export source python3 git ollama".split()
+SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker".split()
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
 PLACEHOLDERS = re.compile(r"[<…]|\.\.\.")
 
@@ -124,6 +124,8 @@ def check(command: str) -> None:
             assert rest[0] == "launch"
             launch_command_parser().parse_args(rest[1:])
         parse_recipe(words[recipe:])
+    elif program == "python" and rest[0].endswith(".py"):
+        assert (ROOT / rest[0]).is_file(), f"{rest[0]} does not exist"
     elif program == "python":
         assert rest[0] == "-m" and importlib.util.find_spec(rest[1]), f"there is no module {rest[1]}"
     elif program == "pip":

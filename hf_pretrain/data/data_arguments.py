@@ -23,7 +23,7 @@ class ReadingArguments:
     dataset_name: list[str] = HfArg(
         default_factory=lambda: ["embedded"],
         help="One or more of embedded[:part], a file, a glob, a directory, a Hub id "
-        "(name:config[split]@revision), or a file on the Hub (owner/name:file.jsonl).",
+        "(name:config[split]@revision), a file on the Hub (owner/name:file.jsonl), or an address (s3://...).",
     )
     eval_dataset_name: list[str] | None = HfArg(
         default=None,

@@ -4,8 +4,8 @@ Datasets on the Hub.
 A whole dataset, `owner/name:config[split]@revision`, is a table of the library `datasets`.
 
 A repository such as MiniMind's holds several files with different columns, which `datasets` cannot load as one table.
-Single files, `owner/name:file.jsonl[@revision]`, are downloaded into the Hub's cache, and then read like files of this
-machine.
+Single files, `owner/name:file.jsonl[@revision]` or `hf://datasets/owner/name[@revision]/file.jsonl`, are downloaded
+into the Hub's cache, and then read like files of this machine.
 """
 
 import re
@@ -64,6 +64,8 @@ def _check_revision(name: str, dataset: DatasetName) -> None:
 
 def parse_hub_file(name: str) -> DatasetName | None:
     """Return the repository, file and revision that a name stands for; `None` for any other name."""
+    # The form of fsspec. A glob of files is read by fsspec itself.
+    name = re.sub(r"^hf://datasets/([^/@]+/[^/@]+)(@[^/]+)?/([^*?[]+)$", r"\1:\3\2", name)
     parsed = DatasetName.parse(name)
     # A configuration of a dataset does not end like a file.
     is_file = parsed.config is not None and parsed.split is None and file_format(Path(parsed.config)) is not None

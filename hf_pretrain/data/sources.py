@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..runtime.names import DatasetName, check_word
 from .corpora import EMBEDDED_CORPORA, load_embedded
 from .formats import DOCUMENTS, KNOWN, TEXT_EXTENSIONS, BadRecord, as_json, drop_padding, file_format, read_file
 from .hub_datasets import download_hub_file, load_hub_dataset, parse_hub_file
+from .remote_files import download_files
 
 
 logger = logging.get_logger(__name__)
@@ -23,7 +25,7 @@ EMBEDDED_SOURCES = {f"embedded:{part}": part for part in EMBEDDED_CORPORA}
 def find_sources(name: str) -> list[str] | None:
     """
     Return the embedded parts or files that a name stands for, in order, or `None` for the Hub id of a whole dataset.
-    Download single files on the Hub.
+    Download single files on the Hub and files at other addresses.
 
     Raises:
         `UserError`: if there is no such part or file, or a file is empty or of an unknown format.
@@ -35,13 +37,15 @@ def find_sources(name: str) -> list[str] | None:
         return [name]
     if not name.strip():
         raise UserError("The name of a dataset is empty. Name a file, a directory, a glob or a dataset on the Hub.")
-    path = Path(name).expanduser()
+    path = Path(name.removeprefix("file://")).expanduser()
     # A local file takes precedence over a file on the Hub.
     hub_file = None if path.exists() else parse_hub_file(name)
     if hub_file is not None:
         return [download_hub_file(hub_file)]
     if path.is_file():
         files = [path]
+    elif "://" in name and not name.startswith("file://"):
+        files = download_files(name, partial(_choose_files, name))
     # `owner/name[split]` is a glob, too, which then matches no file.
     elif path.exists() or (
         any(character in name for character in "*?[") and (DatasetName.parse(name).split is None or glob(str(path)))
@@ -75,15 +79,20 @@ def _list_files(path: Path) -> list[Path]:
     present: dict[Path, Path] = {}
     for file in sorted(place for place in (*found, *below) if place.is_file()):
         present.setdefault(file.resolve(), file)
-    files = [file for file in present.values() if file_format(file) is not None]
+    return _choose_files(path, [*present.values()])
+
+
+def _choose_files(name: str | Path, present: list[Path]) -> list[Path]:
+    """Return the data files among the files of a directory or glob, and log how many are left out."""
+    files = [file for file in present if file_format(file) is not None]
     # Beside data, a README.md describes them; beside records, so does a paper.
     has_records = any(file_format(file) not in TEXT_EXTENSIONS for file in files)
     beside = (".md", *DOCUMENTS) if has_records else (".md",)
     files = [file for file in files if file_format(file) not in beside] or files
-    if others := {*present.values()} - {*files}:
-        logger.warning(f"{path}: {len(files)} data files. {len(others)} others are left out, such as {min(others)}.")
+    if others := {*present} - {*files}:
+        logger.warning(f"{name}: {len(files)} data files. {len(others)} others are left out, such as {min(others)}.")
     if not files:
-        raise UserError(f"No file of {path} ends in {KNOWN}.")
+        raise UserError(f"No file of {name} ends in {KNOWN}.")
     return files
 
 

@@ -59,7 +59,7 @@ class RunFacts:
     @property
     def hub_datasets(self) -> list[str]:
         """The Hub ids among the datasets, for the card's metadata."""
-        names = [DatasetName.parse(name) for name in self.datasets if not is_local(name)]
+        names = [DatasetName.parse(name) for name in self.datasets if not is_local(name) and "://" not in name]
         return [name.repo_id for name in names if not name.is_embedded]
 
 

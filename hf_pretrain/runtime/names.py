@@ -121,5 +121,8 @@ def is_local(name: str) -> bool:
 
 
 def public_name(name: str) -> str:
-    """Return a name that does not show the directories of this machine, for what may be pushed."""
-    return Path(name).name if is_local(name) else name
+    """Return a name that shows neither the directories of this machine nor passwords, for what may be pushed."""
+    if name.startswith("file://") or is_local(name):
+        return Path(name).name
+    # An address may hold a password, and in its query a signature.
+    return re.sub(r"^(\w+://)[^/@]*@", r"\1", re.sub(r"^(https?://[^?]*)\?.*", r"\1", name))

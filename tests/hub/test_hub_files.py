@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from huggingface_hub import constants
 
+from hf_pretrain.data import remote_files
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.hub_datasets import parse_hub_file
 from hf_pretrain.runtime.errors import UserError
@@ -45,6 +46,8 @@ def texts(name: str, **arguments) -> list[str]:
         ("a/b:d/c.jsonl.gz@v1", DatasetName("a/b", "d/c.jsonl.gz", "v1")),
         # The Hub's own branches have names with slashes.
         ("a/b:c.jsonl@refs/pr/3", DatasetName("a/b", "c.jsonl", "refs/pr/3")),
+        ("hf://datasets/a/b/c.jsonl", DatasetName("a/b", "c.jsonl")),
+        ("hf://datasets/a/b@v1/d/c.jsonl", DatasetName("a/b", "d/c.jsonl", "v1")),
         *((name, None) for name in ("a/b:config", "a/b", "my/data.jsonl", "embedded:chatterbot")),
     ],
 )
@@ -57,6 +60,13 @@ def test_one_file_of_a_repository_is_read_line_by_line(repo):
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
     (conversation,) = texts("user/data:sft/mini.jsonl", schema="conversation")
     assert json.loads(conversation)["messages"][1]["content"] == "hello"
+
+
+def test_addresses_of_the_hub(repo, monkeypatch, tmp_path):
+    monkeypatch.setattr(remote_files, "HF_HOME", str(tmp_path / "home"))
+    assert texts("hf://datasets/user/data/pretrain_hq.jsonl") == ["one", "two"]
+    assert texts(f"hf://datasets/user/data@{repo.commits[0][0]}/pretrain_hq.jsonl") == ["old"]
+    assert texts("hf://datasets/user/data/pretrain_*.jsonl") == ["one", "two"]
 
 
 @pytest.mark.parametrize(
