@@ -1,0 +1,240 @@
+"""The page of the board in one language: gradio's components, and what happens when one is used."""
+
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..model.presets import PRESETS
+from ..reports.texts import LANGUAGES, Translation, translation
+from ..runtime.errors import needing_extra
+from ..runtime.writing import find_holder
+from ..weights.exporting import EXPORT_FORMATS
+from ..weights.weight_files import read_json
+from . import launching, runs
+from .launching import FLAGS, find_defaults, make_words, run_command
+from .runs import OUT
+
+
+with needing_extra("web", "The board needs gradio"):
+    import gradio as gr
+
+_SECONDS = 2.0
+CSS = """
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .6rem; margin: 0; }
+.cards div { border: 1px solid var(--border-color-primary); border-radius: .4rem; padding: .4rem .6rem; }
+.cards dt { opacity: .7; overflow-wrap: anywhere; } .cards dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
+.charts figure { margin: 1rem 0 0; padding: .4rem; background: #fff; color: #111827; border-radius: .4rem; }
+.charts figcaption { font-weight: 600; } .charts svg { width: 100%; height: auto; display: block; }
+#view pre, #view blockquote { white-space: pre-wrap; overflow-wrap: anywhere; }
+#runs .wrap { flex-direction: column; align-items: stretch; max-height: 20rem; overflow-y: auto; flex-wrap: nowrap; }
+#runs label span { white-space: normal; overflow-wrap: anywhere; }
+#report iframe { width: 100%; height: 80vh; border: 0; background: #fff; }
+"""
+
+
+def make_page(language: str, flags: dict[str, Any]) -> gr.Blocks:
+    """
+    Return the page in a language.
+
+    Args:
+        language (`str`): a key of `LANGUAGES`.
+        flags (`dict`): the result of [`~board.launching.read_flags`].
+    """
+    t = translation(language)
+    with gr.Blocks(title="hf_pretrain board", analytics_enabled=False) as page:
+        others = " · ".join(f'<a href="/{key}/">{name}</a>' for key, name in LANGUAGES.items() if key != language)
+        gr.HTML(f"<h2>{t('Training board')}</h2>{others}")
+        timer = gr.Timer(_SECONDS)
+        with gr.Tab(t("Runs")):
+            _add_runs(page, timer, t)
+        with gr.Tab(t("New run")):
+            _add_form(page, flags, t)
+        with gr.Tab(t("Compare")):
+            _add_comparison(timer, language, t)
+    return page.queue(default_concurrency_limit=None)
+
+
+def _choices(t: Translation) -> list[tuple[str, str]]:
+    return [(runs.summarize(name, t), name) for name in runs.find_runs()]
+
+
+def _doing(t: Translation, action: Callable[[Path], None], done: str = "") -> Callable[[str | None], None]:
+    """Return a handler that does something with the chosen run, and says what it did."""
+
+    def handle(name: str | None) -> None:
+        if name not in runs.find_runs():
+            raise gr.Error(t("Choose a run first."), print_exception=False)
+        with _shown_errors(t):
+            action(OUT / name)
+        if done:
+            gr.Info(t(done))
+
+    return handle
+
+
+@contextmanager
+def _shown_errors(t: Translation) -> Iterator[None]:
+    """Show mistakes of the user on the page."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise gr.Error(t(str(error)), print_exception=False) from error
+
+
+def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
+    # The browser keeps its choice while the board starts again, so the choices must be known from the beginning.
+    chosen = gr.Radio(_choices(t), label=t("Runs"), elem_id="runs")
+    shown = gr.State()
+    with gr.Row():
+        stop = gr.Button(t("Stop"), variant="stop", elem_id="stop", min_width=120)
+        resume = gr.Button(t("Resume"), elem_id="resume", min_width=120)
+        chat = gr.Button(t("Chat"), elem_id="chat", min_width=120)
+        end_chat = gr.Button(t("End chat"), elem_id="end-chat", min_width=120)
+    link, view = gr.HTML(elem_id="link"), gr.HTML(elem_id="view")
+    log = gr.Textbox(label=t("Log"), lines=12, max_lines=12, interactive=False, elem_id="log")
+    with gr.Accordion(t("Export and push"), open=False, elem_id="export"):
+        with gr.Row():
+            form = gr.Dropdown(list(EXPORT_FORMATS), value="llama", label=t("Format"), min_width=200)
+            repository = gr.Textbox(label=t("Repository on the Hub, to push the export"), min_width=240)
+        export = gr.Button(t("Export"), elem_id="export-run")
+        output = gr.Textbox(label=t("Output"), lines=4, interactive=False, elem_id="export-output")
+
+    def refresh(name: str | None, seen: Any) -> list[Any]:
+        found = runs.find_runs()
+        name = name if name in found else next(iter(found), None)
+        choices = gr.Radio(choices=_choices(t), value=name)
+        if name is None:
+            return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
+        # Nothing on the page moves while nothing changes, so that a reader keeps what is open.
+        now = (name, runs.stamp(OUT / name), runs.state_of(name))
+        same = [gr.skip(), gr.skip()]
+        return [choices, now, *(same if now == seen else [runs.show(name, t), runs.read_output(name)]), _link(name, t)]
+
+    # matplotlib draws one chart at a time.
+    how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
+    gr.on([timer.tick, page.load, chosen.input], refresh, [chosen, shown], [chosen, shown, view, log, link], **how)
+    stop.click(_doing(t, launching.stop, "Stops after this step, with a checkpoint."), chosen)
+    resume.click(_doing(t, launching.resume_run, "Resumes from the newest checkpoint."), chosen)
+    chat.click(_doing(t, launching.start_chat, "The chat page is loading the model."), chosen)
+    end_chat.click(_doing(t, partial(launching.stop, holder=launching.CHAT_NAME)), chosen)
+
+    async def write_export(name: str | None, form: str, repository: str) -> AsyncIterator[str]:
+        if name not in runs.find_runs():
+            raise gr.Error(t("Choose a run first."), print_exception=False)
+        words = ["convert", "--from", str(OUT / name), "--to", f"{OUT / name}-{form}", "--format", form]
+        words += ["--push", "--hub_model_id", repository] if repository else []
+        async for text in run_command(*words):
+            yield f"$ {shlex.join(['hf-pretrain', *words])}\n{text}"
+
+    export.click(write_export, [chosen, form, repository], output)
+
+
+def _link(name: str, t: Translation) -> str:
+    """Return a link to the chat with a run, while a server has its model."""
+    place = OUT / name / launching.CHAT_NAME
+    if find_holder(place) is None:
+        return ""
+    return f'<a href="{escape(read_json(place)["url"])}" target="_blank" rel="noopener">{t("Open the chat")}</a>'
+
+
+def _make_field(flag: str, flags: dict[str, Any]) -> gr.components.Component:
+    """Return the field of a flag. If it is empty, the flag is left out."""
+    action = next(actions[flag] for actions in flags.values() if flag in actions)
+    about = {"label": flag, "info": (action.help or "").replace("%%", "%"), "elem_id": f"flag-{flag}", "min_width": 280}
+    is_switch = action.nargs == "?" and isinstance(action.default, bool | None) and not action.choices
+    choices = ["true", "false"] if is_switch else action.choices
+    if choices:
+        return gr.Dropdown(["", *map(str, choices)], value="", **about)
+    return gr.Textbox(**about)
+
+
+def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
+    with gr.Row():
+        stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
+        preset = gr.Dropdown(["auto", *PRESETS], value="auto", label=t("Preset"), elem_id="preset", min_width=200)
+        name = gr.Textbox(label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
+    with gr.Accordion(t("Settings"), elem_id="settings"), gr.Row():
+        fields = [_make_field(flag, flags) for flag in FLAGS]
+    more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
+    command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
+    plan = gr.Button(t("Make the plan"), elem_id="make-plan")
+    planned = gr.Textbox(
+        label=t("Plan"), info=t("A few steps are measured. Nothing is written."), lines=8, interactive=False,
+        elem_id="plan",
+    )  # fmt: skip
+    start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
+    everything = [stage, preset, name, more, *fields]
+
+    def words_of(stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
+        with _shown_errors(t):
+            return make_words(flags[stage], stage, preset, name, values, more)
+
+    def choose(stage: str, preset: str) -> list[Any]:
+        """Show the flags of a stage with the defaults of a preset, and propose a name that no run has."""
+        defaults = find_defaults(stage, preset)
+        base = Path(str(defaults.get("output_dir", f"out/{stage}"))).name
+        names = [base, *(f"{base}-{number}" for number in range(2, 1000))]
+        free = next(each for each in names if not (OUT / each).exists())
+        return [free, *(_update(flag, flags[stage], defaults) for flag in FLAGS)]
+
+    def _update(flag: str, actions: dict[str, Any], defaults: dict[str, Any]) -> Any:
+        if flag not in actions:
+            return gr.update(visible=False, value="")
+        value = defaults.get(flag, actions[flag].default)
+        text = f"{t('default')}: {value}" if value not in (None, "") else ""
+        if actions[flag].choices or actions[flag].nargs == "?":
+            return gr.update(visible=True)
+        return gr.update(visible=True, placeholder=text)
+
+    def show_command(*values: str) -> list[Any]:
+        try:
+            text = shlex.join(["hf-pretrain", *words_of(*values)])
+        except gr.Error as error:
+            text = error.message
+        # What was planned may be another run.
+        return [text, gr.Button(interactive=False)]
+
+    async def make_plan(*values: str) -> AsyncIterator[list[Any]]:
+        text = ""
+        async for text in run_command(*words_of(*values), "--dry_run"):
+            yield [text, gr.skip()]
+        yield [text, gr.Button(interactive="\nexit status" not in text)]
+
+    def begin(*values: str) -> Any:
+        with _shown_errors(t):
+            launching.start_run(words_of(*values))
+        gr.Info(t("Started. The tab “Runs” shows it."))
+        return gr.Button(interactive=False)
+
+    gr.on([page.load, stage.change, preset.change], choose, [stage, preset], [name, *fields], show_progress="hidden")
+    gr.on([each.change for each in everything], show_command, everything, [command, start], show_progress="hidden")
+    plan.click(make_plan, everything, [planned, start])
+    start.click(begin, everything, start)
+
+
+def _add_comparison(timer: gr.Timer, language: str, t: Translation) -> None:
+    names = gr.CheckboxGroup(runs.find_runs(), label=t("Runs to compare"), elem_id="compared")
+    compare = gr.Button(t("Show the report"), elem_id="compare")
+    report = gr.HTML(elem_id="report")
+
+    async def write_report(names: list[str]) -> str:
+        if not names:
+            raise gr.Error(t("Choose a run first."), print_exception=False)
+        with tempfile.TemporaryDirectory() as directory:
+            path, text = Path(directory, "report.html"), ""
+            directories = [str(OUT / name) for name in names]
+            async for text in run_command("compare", *directories, "--language", language, "--output", str(path)):
+                pass
+            if not path.is_file():
+                return f"<pre>{escape(text)}</pre>"
+            # The page of a run has no scripts, and no rights here.
+            return f'<iframe sandbox srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
+
+    timer.tick(lambda: gr.CheckboxGroup(choices=runs.find_runs()), None, names, show_progress="hidden")
+    compare.click(write_report, names, report)
