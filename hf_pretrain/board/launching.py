@@ -82,12 +82,13 @@ def command_of(*words: str) -> list[str]:
 
 
 async def run_command(*words: str) -> AsyncIterator[str]:
-    """Run a command of `hf-pretrain`, and yield what it has printed so far. It ends with the page that waits for it."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    """Run a command of `hf-pretrain`, and yield what it has printed so far. It ends with the page that waits."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = await asyncio.create_subprocess_exec(*command_of(*words), **streams)
     text = ""
     try:
-        async for line in process.stdout or ():
+        assert process.stdout is not None
+        async for line in process.stdout:
             yield (text := text + line.decode(errors="replace"))
         if await process.wait():
             yield text + f"exit status {process.returncode}"
@@ -103,7 +104,7 @@ def _start(directory: Path, command: list[str], output: str, holder: str, **opti
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"url": options.pop("url")} if "url" in options else {}
     with (directory / output).open("ab") as file:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, start_new_session=True, **streams, **options)
     write_holder(directory / holder, process.pid, **fields)
 

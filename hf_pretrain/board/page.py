@@ -24,18 +24,7 @@ with needing_extra("web", "The board needs gradio"):
     import gradio as gr
 
 _SECONDS = 2.0
-CSS = """
-.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .6rem; margin: 0; }
-.cards div { border: 1px solid var(--border-color-primary); border-radius: .4rem; padding: .4rem .6rem; }
-.cards dt { opacity: .7; overflow-wrap: anywhere; } .cards dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-.charts figure { margin: 1rem 0 0; padding: .4rem; background: #fff; color: #111827; border-radius: .4rem; }
-.charts figcaption { font-weight: 600; } .charts svg { width: 100%; height: auto; display: block; }
-#view pre, #view blockquote { white-space: pre-wrap; overflow-wrap: anywhere; }
-#runs .wrap { flex-direction: column; align-items: stretch; max-height: 20rem; overflow-y: auto; flex-wrap: nowrap; }
-#runs label span { white-space: normal; overflow-wrap: anywhere; }
-#report iframe { width: 100%; height: 80vh; border: 0; background: #fff; }
-"""
+CSS = Path(__file__).with_name("board.css").read_text(encoding="utf-8")
 
 
 def make_page(language: str, flags: dict[str, Any]) -> gr.Blocks:
@@ -143,15 +132,25 @@ def _link(name: str, t: Translation) -> str:
     return f'<a href="{escape(read_json(place)["url"])}" target="_blank" rel="noopener">{t("Open the chat")}</a>'
 
 
-def _make_field(flag: str, flags: dict[str, Any]) -> gr.components.Component:
+def _make_field(flag: str, flags: dict[str, Any]) -> gr.Dropdown | gr.Textbox:
     """Return the field of a flag. If it is empty, the flag is left out."""
     action = next(actions[flag] for actions in flags.values() if flag in actions)
-    about = {"label": flag, "info": (action.help or "").replace("%%", "%"), "elem_id": f"flag-{flag}", "min_width": 280}
-    is_switch = action.nargs == "?" and isinstance(action.default, bool | None) and not action.choices
-    choices = ["true", "false"] if is_switch else action.choices
-    if choices:
-        return gr.Dropdown(["", *map(str, choices)], value="", **about)
+    about: dict[str, Any] = {
+        "label": flag,
+        "info": (action.help or "").replace("%%", "%"),
+        "elem_id": f"flag-{flag}",
+        "min_width": 280,
+    }
+    if _words(action):
+        # Its first choice is the default.
+        return gr.Dropdown([""], value="", **about)
     return gr.Textbox(**about)
+
+
+def _words(action: Any) -> list[str]:
+    """Return the words that a flag takes; an empty list if it takes any."""
+    # The parser reads a switch as text, and `true` stands for a switch without a value.
+    return [str(word) for word in action.choices or (("true", "false") if action.nargs == "?" else ())]
 
 
 def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
@@ -169,7 +168,7 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
         elem_id="plan",
     )  # fmt: skip
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
-    everything = [stage, preset, name, more, *fields]
+    everything: list[Any] = [stage, preset, name, more, *fields]
 
     def words_of(stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
         with _shown_errors(t):
@@ -187,9 +186,10 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
         if flag not in actions:
             return gr.update(visible=False, value="")
         value = defaults.get(flag, actions[flag].default)
-        text = f"{t('default')}: {value}" if value not in (None, "") else ""
-        if actions[flag].choices or actions[flag].nargs == "?":
-            return gr.update(visible=True)
+        text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+        text = text and f"{t('default')}: {text}"
+        if words := _words(actions[flag]):
+            return gr.update(visible=True, choices=[(text, ""), *((word, word) for word in words)])
         return gr.update(visible=True, placeholder=text)
 
     def show_command(*values: str) -> list[Any]:
@@ -227,12 +227,11 @@ def _add_comparison(timer: gr.Timer, language: str, t: Translation) -> None:
         if not names:
             raise gr.Error(t("Choose a run first."), print_exception=False)
         with tempfile.TemporaryDirectory() as directory:
-            path, text = Path(directory, "report.html"), ""
-            directories = [str(OUT / name) for name in names]
-            async for text in run_command("compare", *directories, "--language", language, "--output", str(path)):
-                pass
+            path = Path(directory, "report.html")
+            words = ["compare", *(str(OUT / name) for name in names), "--language", language, "--output", str(path)]
+            printed = [text async for text in run_command(*words)]
             if not path.is_file():
-                return f"<pre>{escape(text)}</pre>"
+                return f"<pre>{escape(printed[-1])}</pre>"
             # The page of a run has no scripts, and no rights here.
             return f'<iframe sandbox srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
 

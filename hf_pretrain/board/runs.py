@@ -19,6 +19,8 @@ from ..weights.weight_files import read_json
 OUT = Path("out")
 _FILES = (RECORD_NAME, LOG_NAME, OUTPUT_NAME, LOCK_NAME)
 _LOG_BYTES = 20_000
+# Inches of a chart whose text can be read on a phone.
+_SIZE = (4.2, 2.8)
 
 
 def find_runs() -> list[str]:
@@ -51,7 +53,9 @@ def state_of(name: str) -> str:
     launch = read(name).last_launch
     if find_holder(OUT / name / LOCK_NAME) is not None:
         return "running" if (OUT / name / LOG_NAME).is_file() else "starting"
-    return next((state for key, state in (("ended", "finished"), ("stopped", "stopped")) if key in launch), "interrupted")
+    return next(
+        (state for key, state in (("ended", "finished"), ("stopped", "stopped")) if key in launch), "interrupted"
+    )
 
 
 def summarize(name: str, t: Translation) -> str:
@@ -69,7 +73,7 @@ def show(name: str, t: Translation) -> str:
     cards = "".join(f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in _figures(name, run, t))
     charts = "".join(
         f"<figure><figcaption>{caption}</figcaption>{svg}</figure>"
-        for caption, svg in draw_charts([run], expected=_expected(run), t=t)
+        for caption, svg in draw_charts([run], expected=_expected(run), size=_SIZE, t=t)
     )
     samples = "".join(
         f"<details{' open' if step == max(run.samples) else ''}><summary>{t('Step')} {step}</summary>"

@@ -89,4 +89,5 @@ def open_board(*, host: str, port: int, allowed_hosts: list[str], language: str 
     print(f"The board is at {url}", flush=True)
     if sys.stdout.isatty():
         webbrowser.open(url)
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    # A page that is open holds its connection for ever.
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)

@@ -23,6 +23,8 @@ from .texts import Translation, translation
 
 # Each run has the same colour on all charts.
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+# Width and height of a chart in inches.
+SIZE = (6, 3.2)
 # A line: its label, its x and y values, and arguments of `Axes.plot`.
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 # Charts with one figure each: title, name in the log, title of the y axis.
@@ -116,7 +118,7 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
 
 
 def draw_charts(
-    runs: list[Run], *, expected: Sequence[Line] = (), t: Translation = str
+    runs: list[Run], *, expected: Sequence[Line] = (), size: tuple[float, float] = SIZE, t: Translation = str
 ) -> Iterator[tuple[str, str]]:
     """
     Yield title and SVG of each chart for which a run has figures.
@@ -124,6 +126,7 @@ def draw_charts(
     Args:
         runs (`list` of [`Run`]): the runs.
         expected (`Sequence`): more lines for the loss over tokens.
+        size (`tuple`): width and height of a chart in inches, which decide how large its text is.
         t (`Callable`): translates titles and labels.
     """
     units = {run.loss_unit for run in runs}
@@ -141,12 +144,12 @@ def draw_charts(
         # A run that was too short to log the time of its steps has all its points at one.
         if len(places) == 1 or len({*places}) > 1:
             lines += expected if (measure, over) == ("loss", "tokens") else []
-            chart = draw_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure], t=t)
+            chart = draw_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure], size=size, t=t)
             yield t(f"{measure.capitalize()} over {over}"), chart
     for title, key, y_label in _CHARTS:
         if lines := _lines(runs, key):
             labels = {"x_label": _X_LABELS["tokens"], "y_label": y_label}
-            yield t(title), draw_chart(lines, **labels, from_zero=key in _FROM_ZERO, t=t)
+            yield t(title), draw_chart(lines, **labels, from_zero=key in _FROM_ZERO, size=size, t=t)
 
 
 def _lines(
@@ -163,7 +166,13 @@ def _lines(
 
 
 def draw_chart(
-    lines: list[Line], *, x_label: str, y_label: str, from_zero: bool = False, t: Translation = str
+    lines: list[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    size: tuple[float, float] = SIZE,
+    t: Translation = str,
 ) -> str:
     """
     Return a chart of lines as an SVG element. The style of the page sets its size.
@@ -172,10 +181,10 @@ def draw_chart(
         lines (`list`): label, x values, y values and arguments of `Axes.plot` of each line.
         x_label, y_label (`str`): titles of the axes, with the unit.
         from_zero (`bool`): let the y axis begin at 0, for figures whose ratios matter.
-        t (`Callable`): translates the labels.
+        size (`tuple`), t (`Callable`): as for [`draw_charts`].
     """
     # Without pyplot there is no global state and no search for a display.
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     for label, x, y, style in lines:
@@ -191,7 +200,7 @@ def draw_chart(
     text = io.StringIO()
     # Keep text as text, in the font of the page. The salt makes the ids depend on the figure alone.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_pretrain", "font.family": "sans-serif"}):
-        # matplotlib measures Chinese text with a font without its letters. The browser draws it with one that has them.
+        # matplotlib measures Chinese text with a font that lacks it. The browser draws it with another one.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     # Leave out the XML declaration.
