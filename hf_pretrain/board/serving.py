@@ -90,4 +90,4 @@ def open_board(*, host: str, port: int, allowed_hosts: list[str], language: str 
     if sys.stdout.isatty():
         webbrowser.open(url)
     # A page that is open holds its connection for ever.
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=1)
+    uvicorn.run(app, host=host, port=port, log_level="critical", timeout_graceful_shutdown=1)

@@ -81,7 +81,7 @@ def open_page(page, url: str, size: str = "desktop") -> None:
 
 def wait_for_text(page, place: str, text: str) -> None:
     page.wait_for_function(
-        "([place, text]) => document.querySelector(place).innerText.includes(text)", arg=[place, text]
+        "([place, text]) => document.querySelector(place)?.innerText.includes(text)", arg=[place, text]
     )
 
 
@@ -119,21 +119,23 @@ def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_aga
     page.get_by_role("tab", name="Runs", exact=True).click()
     wait_for_text(page, "#view", "running")
     wait_for_text(page, "#view", "/ 100000")
-    page.wait_for_function("() => document.querySelector('#log textarea').value.includes('step 2')")
+    page.wait_for_function("() => document.querySelector('#log textarea')?.value.includes('step 2')")
     # The run outlives the board, and the same page shows it again.
     lock = workspace / "out/mine" / LOCK_NAME
     pid = find_holder(lock).pid
     board.end()
     board.start()
-    seen = page.locator("#view").inner_text()
-    page.wait_for_function("seen => document.querySelector('#view').innerText !== seen", arg=seen)
+    seen = page.locator("#log textarea").input_value()
+    # gradio loads the page again.
+    page.wait_for_function("seen => (document.querySelector('#log textarea')?.value ?? seen) !== seen", arg=seen)
+    wait_for_text(page, "#view", "running")
     assert find_holder(lock).pid == pid and steps_of(workspace / "out/mine") == []
     page.locator("button#stop").click()
     wait_for_text(page, "#view", "stopped: after step")
     (step,) = steps_of(workspace / "out/mine")
     page.locator("button#resume").click()
     wait_for_text(page, "#view", "running")
-    page.wait_for_function(f"() => document.querySelector('#log textarea').value.includes('checkpoint-{step}')")
+    page.wait_for_function(f"() => document.querySelector('#log textarea')?.value.includes('checkpoint-{step}')")
     wait_for_text(page, "#view", "Time left")
     page.locator("button#stop").click()
     wait_for_text(page, "#view", "stopped: after step")
