@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from html import escape
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,18 @@ def _choices(t: Translation) -> list[tuple[str, str]]:
     return [(runs.summarize(name, t), name) for name in runs.find_runs()]
 
 
+def _check_chosen(name: str | None, t: Translation) -> str:
+    if name not in runs.find_runs():
+        raise gr.Error(t("Choose a run first."), print_exception=False)
+    return name
+
+
 def _doing(t: Translation, action: Callable[[Path], None], done: str = "") -> Callable[[str | None], None]:
     """Return a handler that does something with the chosen run, and says what it did."""
 
     def handle(name: str | None) -> None:
-        if name not in runs.find_runs():
-            raise gr.Error(t("Choose a run first."), print_exception=False)
         with _shown_errors(t):
-            action(OUT / name)
+            action(OUT / _check_chosen(name, t))
         if done:
             gr.Info(t(done))
 
@@ -94,34 +99,44 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
         export = gr.Button(t("Export"), elem_id="export-run")
         output = gr.Textbox(label=t("Output"), lines=4, interactive=False, elem_id="export-output")
 
-    def refresh(name: str | None, seen: Any) -> list[Any]:
-        found = runs.find_runs()
-        name = name if name in found else next(iter(found), None)
-        choices = gr.Radio(choices=_choices(t), value=name)
-        if name is None:
-            return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
-        # Nothing on the page moves while nothing changes, so that a reader keeps what is open.
-        now = (name, runs.stamp(OUT / name), runs.state_of(name))
-        same = [gr.skip(), gr.skip()]
-        return [choices, now, *(same if now == seen else [runs.show(name, t), runs.read_output(name)]), _link(name, t)]
-
     # matplotlib draws one chart at a time.
     how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
-    gr.on([timer.tick, page.load, chosen.input], refresh, [chosen, shown], [chosen, shown, view, log, link], **how)
+    gr.on(
+        [timer.tick, page.load, chosen.input],
+        partial(_refresh, t),
+        [chosen, shown],
+        [chosen, shown, view, log, link],
+        **how,
+    )
     stop.click(_doing(t, launching.stop, "Stops after this step, with a checkpoint."), chosen)
     resume.click(_doing(t, launching.resume_run, "Resumes from the newest checkpoint."), chosen)
     chat.click(_doing(t, launching.start_chat, "The chat page is loading the model."), chosen)
     end_chat.click(_doing(t, partial(launching.stop, holder=launching.CHAT_NAME)), chosen)
 
-    async def write_export(name: str | None, form: str, repository: str) -> AsyncIterator[str]:
-        if name not in runs.find_runs():
-            raise gr.Error(t("Choose a run first."), print_exception=False)
-        words = ["convert", "--from", str(OUT / name), "--to", f"{OUT / name}-{form}", "--format", form]
-        words += ["--push", "--hub_model_id", repository] if repository else []
-        async for text in run_command(*words):
-            yield f"$ {shlex.join(['hf-pretrain', *words])}\n{text}"
+    export.click(partial(_write_export, t), [chosen, form, repository], output)
 
-    export.click(write_export, [chosen, form, repository], output)
+
+def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
+    """Return what the list of runs, the state of the session, the view, the log and the link show now."""
+    found = runs.find_runs()
+    chosen = name if name in found else next(iter(found), None)
+    # The user may have chosen another run meanwhile.
+    choices = gr.Radio(choices=_choices(t), **({} if chosen == name else {"value": chosen}))
+    if chosen is None:
+        return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
+    # Nothing moves while nothing changes, so that a reader keeps what is open.
+    now = (chosen, runs.stamp(OUT / chosen)[:2], runs.state_of(chosen))
+    view = gr.skip() if now == seen else runs.show(chosen, t)
+    return [choices, now, view, runs.read_output(chosen), _link(chosen, t)]
+
+
+async def _write_export(t: Translation, name: str | None, form: str, repository: str) -> AsyncIterator[str]:
+    """Export a run, push it if a repository is named, and yield the output."""
+    _check_chosen(name, t)
+    words = ["convert", "--from", str(OUT / name), "--to", f"{OUT / name}-{form}", "--format", form]
+    words += ["--push", "--hub_model_id", repository] if repository else []
+    async for text in run_command(*words):
+        yield f"$ {shlex.join(['hf-pretrain', *words])}\n{text}"
 
 
 def _link(name: str, t: Translation) -> str:
@@ -169,53 +184,68 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
     )  # fmt: skip
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
     everything: list[Any] = [stage, preset, name, more, *fields]
+    handlers, quiet = _Form(flags, t), {"show_progress": "hidden"}
+    gr.on([page.load, stage.change, preset.change], handlers.choose, [stage, preset], [name, *fields], **quiet)
+    gr.on([each.change for each in everything], handlers.show_command, everything, [command, start], **quiet)
+    plan.click(handlers.make_plan, everything, [planned, start])
+    start.click(handlers.start, everything, start)
 
-    def words_of(stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
-        with _shown_errors(t):
-            return make_words(flags[stage], stage, preset, name, values, more)
 
-    def choose(stage: str, preset: str) -> list[Any]:
+class _Form:
+    """
+    The handlers of the form.
+
+    Args:
+        flags (`dict`): the flags of each stage.
+        t (`Callable`): translates texts.
+    """
+
+    def __init__(self, flags: dict[str, Any], t: Translation):
+        self.flags, self.t = flags, t
+
+    def choose(self, stage: str, preset: str) -> list[Any]:
         """Show the flags of a stage with the defaults of a preset, and propose a name that no run has."""
         defaults = find_defaults(stage, preset)
-        base = Path(str(defaults.get("output_dir", f"out/{stage}"))).name
-        names = [base, *(f"{base}-{number}" for number in range(2, 1000))]
+        base = Path(str(defaults.get("output_dir", stage))).name
+        names = (base if number == 1 else f"{base}-{number}" for number in count(1))
         free = next(each for each in names if not (OUT / each).exists())
-        return [free, *(_update(flag, flags[stage], defaults) for flag in FLAGS)]
+        return [free, *(self._update(flag, self.flags[stage], defaults) for flag in FLAGS)]
 
-    def _update(flag: str, actions: dict[str, Any], defaults: dict[str, Any]) -> Any:
+    def _update(self, flag: str, actions: dict[str, Any], defaults: dict[str, Any]) -> Any:
         if flag not in actions:
             return gr.update(visible=False, value="")
         value = defaults.get(flag, actions[flag].default)
         text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
-        text = text and f"{t('default')}: {text}"
+        text = text and f"{self.t('default')}: {text}"
         if words := _words(actions[flag]):
             return gr.update(visible=True, choices=[(text, ""), *((word, word) for word in words)])
         return gr.update(visible=True, placeholder=text)
 
-    def show_command(*values: str) -> list[Any]:
+    def _read(self, stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
+        with _shown_errors(self.t):
+            return make_words(self.flags[stage], stage, preset, name, values, more)
+
+    def show_command(self, *values: str) -> list[Any]:
+        """Show the command, and let nobody start a run that was not planned."""
         try:
-            text = shlex.join(["hf-pretrain", *words_of(*values)])
+            text = shlex.join(["hf-pretrain", *self._read(*values)])
         except gr.Error as error:
             text = error.message
-        # What was planned may be another run.
         return [text, gr.Button(interactive=False)]
 
-    async def make_plan(*values: str) -> AsyncIterator[list[Any]]:
+    async def make_plan(self, *values: str) -> AsyncIterator[list[Any]]:
+        """Show the output of a dry run while it grows. After a mistake, nothing can be started."""
         text = ""
-        async for text in run_command(*words_of(*values), "--dry_run"):
+        async for text in run_command(*self._read(*values), "--dry_run"):
             yield [text, gr.skip()]
-        yield [text, gr.Button(interactive="\nexit status" not in text)]
+        yield [text, gr.Button(interactive=not text.rpartition("\n")[2].startswith("exit status"))]
 
-    def begin(*values: str) -> Any:
-        with _shown_errors(t):
-            launching.start_run(words_of(*values))
-        gr.Info(t("Started. The tab “Runs” shows it."))
+    def start(self, *values: str) -> Any:
+        """Start the run."""
+        with _shown_errors(self.t):
+            launching.start_run(self._read(*values))
+        gr.Info(self.t("Started. The tab “Runs” shows it."))
         return gr.Button(interactive=False)
-
-    gr.on([page.load, stage.change, preset.change], choose, [stage, preset], [name, *fields], show_progress="hidden")
-    gr.on([each.change for each in everything], show_command, everything, [command, start], show_progress="hidden")
-    plan.click(make_plan, everything, [planned, start])
-    start.click(begin, everything, start)
 
 
 def _add_comparison(timer: gr.Timer, language: str, t: Translation) -> None:
