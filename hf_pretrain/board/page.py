@@ -121,7 +121,8 @@ def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
     found = runs.find_runs()
     chosen = name if name in found else next(iter(found), None)
     # The user may have chosen another run meanwhile.
-    choices = gr.update(choices=_choices(t), **({} if chosen == name else {"value": chosen}))
+    chosen_value: dict[str, Any] = {} if chosen == name else {"value": chosen}
+    choices = gr.update(choices=_choices(t), **chosen_value)
     if chosen is None:
         return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
     # Nothing moves while nothing changes, so that a reader keeps what is open.
