@@ -17,7 +17,7 @@ from hf_pretrain.runtime.stages import STAGES
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 # A heading in the order in which a project needs them.
-ORDER = ("from_scratch", *STAGES, "evaluate", "tokenizer", "chat", "generate", "serve", "convert", "doctor")
+ORDER = ("from_scratch", *STAGES, "evaluate", "tokenizer", "chat", "generate", "serve", "board", "convert", "doctor")
 
 
 def _show(value: object) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.reports.run_files import REPORT_NAME, read_runs
+from hf_pretrain.reports.texts import LANGUAGES
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import check_output
@@ -27,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
     runs, left_out = read_runs(args.runs)
     for reason in left_out:
         print(f"Left out: {reason}")
-    write_page(runs, path)
+    write_page(runs, path, language=args.language)
     print(f"Wrote {path}. Open it in a browser.")
 
 
@@ -35,6 +36,7 @@ def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument("--output", help="file to write; by default the run's report.html, or comparison.html")
+    parser.add_argument("--language", choices=tuple(LANGUAGES), default="en", help="language of the page")
     return parser
 
 

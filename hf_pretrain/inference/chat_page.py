@@ -39,9 +39,9 @@ _UPDATE_SECONDS = 0.05
 # Number of growing answers, by browser session.
 _growing: Counter[str | None] = Counter()
 # The default theme would load its fonts from another host.
-_THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
 # An answer may contain links to pictures. To load them would tell their hosts about the chat.
-_HEAD = """<meta http-equiv="Content-Security-Policy" content="img-src 'self' data:; media-src 'self'">"""
+HEAD = """<meta http-equiv="Content-Security-Policy" content="img-src 'self' data:; media-src 'self'">"""
 # On a phone, two chats and the text box share the height of the screen.
 _CSS = "@media (max-width: 700px) { .row:has(#chat-1) > * { height: 38vh !important; min-height: 0 !important } }"
 
@@ -293,9 +293,9 @@ def open_page(endpoints: list[Endpoint], *, host: str, port: int, hosts: list[st
         server_port=port,
         quiet=True,
         inbrowser=sys.stdout.isatty(),
-        theme=_THEME,
+        theme=THEME,
         css=_CSS,
-        head=_HEAD,
+        head=HEAD,
         footer_links=[],
         # The page has no files. gradio would take them from everyone.
         max_file_size=1,

@@ -6,6 +6,7 @@ The page is one file without scripts that needs no network: text, tables and SVG
 
 import io
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from matplotlib.figure import Figure
 from ..runtime.writing import written_whole
 from .metrics import METRICS, named_figures
 from .run_files import Run
+from .texts import Translation, translation
 
 
 # Each run has the same colour on all charts.
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+# Width and height of a chart in inches.
+SIZE = (6, 3.2)
 # A line: its label, its x and y values, and arguments of `Axes.plot`.
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 # Charts with one figure each: title, name in the log, title of the y axis.
@@ -45,7 +49,9 @@ _INCIDENTAL = (
 _environment = Environment(loader=PackageLoader("hf_pretrain.reports", ""), autoescape=True, trim_blocks=True)
 
 
-def write_page(runs: list[Run], path: Path, *, title: str | None = None, notes: Sequence[str] = ()) -> None:
+def write_page(
+    runs: list[Run], path: Path, *, title: str | None = None, notes: Sequence[str] = (), language: str = "en"
+) -> None:
     """
     Write the page of runs.
 
@@ -54,17 +60,21 @@ def write_page(runs: list[Run], path: Path, *, title: str | None = None, notes: 
         path (`Path`): the file to write.
         title (`str`, *optional*): its heading; by default the names of the runs.
         notes (`Sequence[str]`): sentences below the heading.
+        language (`str`): `en` or `zh`.
     """
+    t = translation(language)
     names, headlines = [run.name for run in runs], [dict(_headlines(run)) for run in runs]
     text = _environment.get_template("page.html.jinja").render(
-        title=title or ("Comparison of " * (len(runs) > 1) + ", ".join(names)),
+        title=title or (t("Comparison of ") * (len(runs) > 1) + ", ".join(names)),
+        language=language,
+        t=t,
         notes=notes,
         runs=runs,
         colours=dict(zip(names, COLOURS * len(runs), strict=False)),
         differences=find_differences(runs),
         headlines=headlines,
         labels=list(dict.fromkeys(itertools.chain.from_iterable(headlines))),
-        charts=list(_draw_charts(runs)),
+        charts=list(draw_charts(runs, t=t)),
     )
     # A browser must not read half a page.
     with written_whole(path.parent) as scratch:
@@ -107,8 +117,18 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     return figures
 
 
-def _draw_charts(runs: list[Run]) -> Iterator[tuple[str, str]]:
-    """Yield title and SVG of each chart for which a run has figures."""
+def draw_charts(
+    runs: list[Run], *, expected: Sequence[Line] = (), size: tuple[float, float] = SIZE, t: Translation = str
+) -> Iterator[tuple[str, str]]:
+    """
+    Yield title and SVG of each chart for which a run has figures.
+
+    Args:
+        runs (`list` of [`Run`]): the runs.
+        expected (`Sequence`): more lines for the loss over tokens.
+        size (`tuple`): width and height of a chart in inches, which decide how large its text is.
+        t (`Callable`): translates titles and labels.
+    """
     units = {run.loss_unit for run in runs}
     y_labels = {"reward": "mean reward", "loss": f"loss ({units.pop()})" if len(units) == 1 else "loss"}
     for measure, over in itertools.product(y_labels, _X_LABELS):
@@ -123,12 +143,13 @@ def _draw_charts(runs: list[Run]) -> Iterator[tuple[str, str]]:
                 lines.append((name, [min(places), max(places)], [run.unigram_loss] * 2, style))
         # A run that was too short to log the time of its steps has all its points at one.
         if len(places) == 1 or len({*places}) > 1:
-            chart = draw_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure])
-            yield f"{measure.capitalize()} over {over}", chart
+            lines += expected if (measure, over) == ("loss", "tokens") else []
+            chart = draw_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure], size=size, t=t)
+            yield t(f"{measure.capitalize()} over {over}"), chart
     for title, key, y_label in _CHARTS:
         if lines := _lines(runs, key):
             labels = {"x_label": _X_LABELS["tokens"], "y_label": y_label}
-            yield title, draw_chart(lines, **labels, from_zero=key in _FROM_ZERO)
+            yield t(title), draw_chart(lines, **labels, from_zero=key in _FROM_ZERO, size=size, t=t)
 
 
 def _lines(
@@ -144,7 +165,15 @@ def _lines(
     return lines
 
 
-def draw_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool = False) -> str:
+def draw_chart(
+    lines: list[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    size: tuple[float, float] = SIZE,
+    t: Translation = str,
+) -> str:
     """
     Return a chart of lines as an SVG element. The style of the page sets its size.
 
@@ -152,16 +181,17 @@ def draw_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
         lines (`list`): label, x values, y values and arguments of `Axes.plot` of each line.
         x_label, y_label (`str`): titles of the axes, with the unit.
         from_zero (`bool`): let the y axis begin at 0, for figures whose ratios matter.
+        size (`tuple`), t (`Callable`): as for [`draw_charts`].
     """
     # Without pyplot there is no global state and no search for a display.
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     for label, x, y, style in lines:
         # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
-        axes.plot(x, y, label=label, **default | style)
-    axes.set(xlabel=x_label, ylabel=y_label)
+        axes.plot(x, y, label=t(label), **default | style)
+    axes.set(xlabel=t(x_label), ylabel=t(y_label))
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
@@ -170,6 +200,8 @@ def draw_chart(lines: list[Line], *, x_label: str, y_label: str, from_zero: bool
     text = io.StringIO()
     # Keep text as text, in the font of the page. The salt makes the ids depend on the figure alone.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_pretrain", "font.family": "sans-serif"}):
+        # matplotlib measures Chinese text with a font that lacks it. The browser draws it with another one.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     # Leave out the XML declaration.
     return text.getvalue()[text.getvalue().index("<svg") :]

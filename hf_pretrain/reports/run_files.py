@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ logger = logging.get_logger(__name__)
 
 RECORD_NAME = "run.json"
 REPORT_NAME = "report.html"
+# The log of a run, one entry per line, while it trains.
+LOG_NAME = "log.jsonl"
+# What a run prints, if `hf-pretrain board` has started it.
+OUTPUT_NAME = "output.log"
 
 
 @dataclass
@@ -88,18 +93,39 @@ class Run:
                 points.setdefault(entry["step"], (tokens if over == "tokens" else minutes, entry[key]))
         return [x for x, _ in points.values()], [y for _, y in points.values()]
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The training time that is left, at the speed of the last logged steps; `None` if it is unknown."""
+        timed = [entry for entry in self.log if "training_seconds" in entry]
+        if not timed or "max_steps" not in timed[-1]:
+            return None
+        first = timed[-2]["step"] if len(timed) > 1 else 0
+        pace = timed[-1]["training_seconds"] / max(1, timed[-1]["step"] - first)
+        return pace * (timed[-1]["max_steps"] - timed[-1]["step"])
+
     def last(self, key: str) -> Any:
         """Return the last value of a logged figure; `None` if it was never logged."""
         return next((entry[key] for entry in reversed(self.log) if key in entry), None)
 
 
 def read_run(directory: str | Path) -> Run:
-    """Read the run of a directory. Of a run that still trains or was killed, read the log of its newest checkpoint."""
+    """Read the run of a directory, also while it trains. Without a log file, read the log of its newest checkpoint."""
     directory = Path(directory)
+    if (directory / LOG_NAME).is_file():
+        return Run(directory.resolve().name, read_launches(directory), _read_log(directory / LOG_NAME))
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     log = read_json(newest).get("log_history", []) if newest else []
     return Run(directory.resolve().name, read_launches(directory), log)
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a log file. Leave out a line that is not complete yet, or was cut off."""
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
 
 
 def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:

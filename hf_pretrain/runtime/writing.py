@@ -1,14 +1,17 @@
 """Write results completely or not at all, one process at a time."""
 
 import errno
+import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME
@@ -89,6 +92,27 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
             "place to write to."
         ) from error
     _locks[path] = lock
+    # NOTE: Windows lets nobody else write to a locked file.
+    with suppress(OSError):
+        write_holder(path, os.getpid())
+
+
+def write_holder(path: Path, pid: int, **fields: str) -> None:
+    """Write into a file which process uses what the file stands for, with more fields about it."""
+    # The system gives the number of a process that has ended to another one, which has started later.
+    holder = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
+    path.write_text(json.dumps(holder | fields), encoding="utf-8")
+
+
+def find_holder(path: Path) -> psutil.Process | None:
+    """Return the process that [`write_holder`] wrote into a file, if it lives and runs on this machine."""
+    with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        process = psutil.Process(holder["pid"])
+        # A child that has ended stays in the table until its parent asks for its status.
+        is_same = abs(process.create_time() - holder["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        return process if is_same and holder["host"] == socket.gethostname() else None
+    return None
 
 
 def release_lock(path: Path) -> None:

@@ -36,7 +36,7 @@ from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.model_arguments import ModelArguments
 from .budgets import BUDGETS
-from .callbacks import LogLinesCallback, ProfilerCallback, ProgressBarCallback
+from .callbacks import LogFileCallback, LogLinesCallback, ProfilerCallback, ProgressBarCallback
 from .dry_run import format_plan
 from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS
@@ -251,7 +251,7 @@ def _set_callbacks(trainer: "RunTrainer", *last: TrainerCallback) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     callbacks: list[TrainerCallback] = [] if args.disable_tqdm else [ProgressBarCallback()]
-    callbacks.append(LogLinesCallback())
+    callbacks += [LogLinesCallback(), LogFileCallback()]
     if args.profile:
         callbacks.append(ProfilerCallback(args.profile_interval))
     if (patience := args.early_stopping_patience) is not None:

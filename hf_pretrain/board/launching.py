@@ -1,0 +1,148 @@
+"""Commands of the board: words from a form, and processes that outlive the board."""
+
+import argparse
+import asyncio
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import hf_pretrain_cli
+
+from ..reports.run_files import OUTPUT_NAME, read_launches
+from ..runtime.errors import UserError
+from ..runtime.parser import recipe_parser
+from ..runtime.writing import LOCK_NAME, find_holder, write_holder
+from ..training.parsing import read_defaults
+from ..training.run_directory import COMMAND_VARIABLE
+from ..weights.model_arguments import choose_preset
+
+
+# The flags that people change. The parsers of the stages know their helps, choices and defaults.
+FLAGS = (
+    *("dataset_name", "eval_dataset_name", "train_fraction", "max_length", "model_name_or_path"),
+    *("teacher_name_or_path", "rewards", "num_train_epochs", "max_steps", "max_minutes", "learning_rate"),
+    *("lr_scheduler_type", "optim_preset", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft"),
+    *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu"),
+)
+CHAT_NAME = "chat.json"
+
+
+def read_flags() -> dict[str, dict[str, argparse.Action]]:
+    """Return the flags of each stage whose extra is installed."""
+    flags = {}
+    for stage in hf_pretrain_cli.STAGES:
+        # The recipe says which extra is missing, and exits.
+        with suppress(SystemExit):
+            actions = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")._actions
+            flags[stage] = {action.dest: action for action in reversed(actions) if action.dest in FLAGS}
+    return flags
+
+
+def find_defaults(stage: str, preset: str) -> dict[str, Any]:
+    """Return the values that a preset gives to the flags of a stage."""
+    path = hf_pretrain_cli.RECIPES / choose_preset(preset) / f"{stage}.yaml"
+    values = read_defaults(path) if path.is_file() or (path.parents[1] / "base" / path.name).is_file() else {}
+    # A value may depend on the precision.
+    return {name: " / ".join(map(str, v.values())) if isinstance(v, dict) else v for name, v in values.items()}
+
+
+def make_words(
+    actions: dict[str, argparse.Action], stage: str, preset: str, name: str, values: Sequence[str], more: str
+) -> list[str]:
+    """
+    Return the words after `hf-pretrain` of a filled form.
+
+    Args:
+        actions (`dict`): the flags of the stage.
+        stage, preset, name (`str`): the stage, the preset, and the directory below `out/`.
+        values (`Sequence[str]`): the values of `FLAGS`; empty ones are left out.
+        more (`str`): more flags, as a shell reads them.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError("Use letters, digits, and . _ - for the name.")
+    words = [stage, "--preset", preset]
+    for flag, value in zip(FLAGS, values, strict=True):
+        if value and flag in actions:
+            words += [f"--{flag}", *(shlex.split(value) if actions[flag].nargs in ("+", "*") else [value])]
+    return [*words, *shlex.split(more), "--output_dir", f"out/{name}"]
+
+
+def command_of(*words: str) -> list[str]:
+    """Return the command that `hf-pretrain` stands for, with the Python of this process."""
+    return [sys.executable, hf_pretrain_cli.__file__, *words]
+
+
+async def run_command(*words: str) -> AsyncIterator[str]:
+    """Run a command of `hf-pretrain`, and yield what it has printed so far. It ends with the page that waits."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = await asyncio.create_subprocess_exec(*command_of(*words), **streams)
+    text = ""
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            yield (text := text + line.decode(errors="replace"))
+        if await process.wait():
+            yield text + f"exit status {process.returncode}"
+    finally:
+        if process.returncode is None:
+            process.terminate()
+
+
+def _start(directory: Path, command: list[str], output: str, holder: str, **options: Any) -> None:
+    """Start a process in a session of its own, which outlives the board, and write down which process it is."""
+    if find_holder(directory / holder) is not None:
+        raise UserError("It runs already.")
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {"url": options.pop("url")} if "url" in options else {}
+    with (directory / output).open("ab") as file:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, start_new_session=True, **streams, **options)
+    write_holder(directory / holder, process.pid, **fields)
+
+
+def start_run(words: list[str]) -> None:
+    """Start a stage. The process takes the lock of its directory when it has imported the libraries."""
+    _start(Path(words[-1]), command_of(*words), OUTPUT_NAME, LOCK_NAME)
+
+
+def resume_run(directory: Path) -> None:
+    """Start the command of the last launch again, wherever it was started, with the newest checkpoint."""
+    launches = read_launches(directory)
+    if not launches:
+        raise UserError("It has no command to resume. Start it again.")
+    launch, suffix = launches[-1], " --resume_from_checkpoint auto"
+    text = launch["command"].removesuffix(suffix) + suffix
+    words = shlex.split(text)
+    # Variables stand before the command, as in a shell.
+    assignments = list(takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+    variables = dict(word.split("=", 1) for word in assignments) | {COMMAND_VARIABLE: text}
+    options = {"cwd": launch["directory"], "env": os.environ | variables}
+    _start(directory.absolute(), words[len(assignments) :], OUTPUT_NAME, LOCK_NAME, **options)
+
+
+def stop(directory: Path, holder: str = LOCK_NAME) -> None:
+    """Send SIGTERM. A run then saves a checkpoint and ends, on all ranks."""
+    process = find_holder(directory / holder)
+    if process is None:
+        raise UserError("It does not run.")
+    process.send_signal(signal.SIGTERM)
+
+
+def start_chat(directory: Path) -> None:
+    """Serve a chat page with the model of a run, for this machine alone: the page has no token."""
+    if not any(directory.glob("*model*.safetensors")):
+        raise UserError("The run has saved no model yet.")
+    # Close them together: each must have a port of its own.
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port, web_port = (str(each.getsockname()[1]) for each in (first, second))
+    words = ["serve", "--web", "--model_name_or_path", str(directory), "--port", port, "--web_port", web_port]
+    _start(directory, command_of(*words), "chat.log", CHAT_NAME, url=f"http://127.0.0.1:{web_port}")

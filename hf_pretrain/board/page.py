@@ -1,0 +1,270 @@
+"""The page of the board in one language: gradio's components, and what happens when one is used."""
+
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from html import escape
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from ..model.presets import PRESETS
+from ..reports.texts import LANGUAGES, Translation, translation
+from ..runtime.errors import needing_extra
+from ..runtime.writing import find_holder
+from ..weights.exporting import EXPORT_FORMATS
+from ..weights.weight_files import read_json
+from . import launching, runs
+from .launching import FLAGS, find_defaults, make_words, run_command
+from .runs import OUT
+
+
+with needing_extra("web", "The board needs gradio"):
+    import gradio as gr
+
+_SECONDS = 2.0
+CSS = Path(__file__).with_name("board.css").read_text(encoding="utf-8")
+
+
+def make_page(language: str, flags: dict[str, Any]) -> gr.Blocks:
+    """
+    Return the page in a language.
+
+    Args:
+        language (`str`): a key of `LANGUAGES`.
+        flags (`dict`): the result of [`~board.launching.read_flags`].
+    """
+    t = translation(language)
+    with gr.Blocks(title="hf_pretrain board", analytics_enabled=False) as page:
+        others = " · ".join(f'<a href="/{key}/">{name}</a>' for key, name in LANGUAGES.items() if key != language)
+        gr.HTML(f"<h2>{t('Training board')}</h2>{others}")
+        timer = gr.Timer(_SECONDS)
+        with gr.Tab(t("Runs")):
+            _add_runs(page, timer, t)
+        with gr.Tab(t("New run")):
+            _add_form(page, flags, t)
+        with gr.Tab(t("Compare")):
+            _add_comparison(timer, language, t)
+    return page.queue(default_concurrency_limit=None)
+
+
+def _choices(t: Translation) -> list[tuple[str, str]]:
+    return [(runs.summarize(name, t), name) for name in runs.find_runs()]
+
+
+def _check_chosen(name: str | None, t: Translation) -> str:
+    if name not in runs.find_runs():
+        raise gr.Error(t("Choose a run first."), print_exception=False)
+    return name
+
+
+def _doing(t: Translation, action: Callable[[Path], None], done: str = "") -> Callable[[str | None], None]:
+    """Return a handler that does something with the chosen run, and says what it did."""
+
+    def handle(name: str | None) -> None:
+        with _shown_errors(t):
+            action(OUT / _check_chosen(name, t))
+        if done:
+            gr.Info(t(done))
+
+    return handle
+
+
+@contextmanager
+def _shown_errors(t: Translation) -> Iterator[None]:
+    """Show mistakes of the user on the page."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise gr.Error(t(str(error)), print_exception=False) from error
+
+
+def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
+    # The browser keeps its choice while the board starts again, so the choices must be known from the beginning.
+    chosen = gr.Radio(_choices(t), label=t("Runs"), elem_id="runs")
+    shown = gr.State()
+    with gr.Row():
+        stop = gr.Button(t("Stop"), variant="stop", elem_id="stop", min_width=120)
+        resume = gr.Button(t("Resume"), elem_id="resume", min_width=120)
+        chat = gr.Button(t("Chat"), elem_id="chat", min_width=120)
+        end_chat = gr.Button(t("End chat"), elem_id="end-chat", min_width=120)
+    link, view = gr.HTML(elem_id="link"), gr.HTML(elem_id="view")
+    log = gr.Textbox(label=t("Log"), lines=12, max_lines=12, interactive=False, elem_id="log")
+    with gr.Accordion(t("Export and push"), open=False, elem_id="export"):
+        with gr.Row():
+            form = gr.Dropdown(list(EXPORT_FORMATS), value="llama", label=t("Format"), min_width=200)
+            repository = gr.Textbox(label=t("Repository on the Hub, to push the export"), min_width=240)
+        export = gr.Button(t("Export"), elem_id="export-run")
+        output = gr.Textbox(label=t("Output"), lines=4, interactive=False, elem_id="export-output")
+
+    # matplotlib draws one chart at a time.
+    how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
+    gr.on(
+        [timer.tick, page.load, chosen.input],
+        partial(_refresh, t),
+        [chosen, shown],
+        [chosen, shown, view, log, link],
+        **how,
+    )
+    stop.click(_doing(t, launching.stop, "Stops after this step, with a checkpoint."), chosen)
+    resume.click(_doing(t, launching.resume_run, "Resumes from the newest checkpoint."), chosen)
+    chat.click(_doing(t, launching.start_chat, "The chat page is loading the model."), chosen)
+    end_chat.click(_doing(t, partial(launching.stop, holder=launching.CHAT_NAME)), chosen)
+
+    export.click(partial(_write_export, t), [chosen, form, repository], output)
+
+
+def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
+    """Return what the list of runs, the state of the session, the view, the log and the link show now."""
+    found = runs.find_runs()
+    chosen = name if name in found else next(iter(found), None)
+    # The user may have chosen another run meanwhile.
+    chosen_value: dict[str, Any] = {} if chosen == name else {"value": chosen}
+    choices = gr.update(choices=_choices(t), **chosen_value)
+    if chosen is None:
+        return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
+    # Nothing moves while nothing changes, so that a reader keeps what is open.
+    now = (chosen, runs.stamp(OUT / chosen)[:2], runs.state_of(chosen))
+    view = gr.skip() if now == seen else runs.show(chosen, t)
+    return [choices, now, view, runs.read_output(chosen), _link(chosen, t)]
+
+
+async def _write_export(t: Translation, name: str | None, form: str, repository: str) -> AsyncIterator[str]:
+    """Export a run, push it if a repository is named, and yield the output."""
+    _check_chosen(name, t)
+    words = ["convert", "--from", str(OUT / name), "--to", f"{OUT / name}-{form}", "--format", form]
+    words += ["--push", "--hub_model_id", repository] if repository else []
+    async for text in run_command(*words):
+        yield f"$ {shlex.join(['hf-pretrain', *words])}\n{text}"
+
+
+def _link(name: str, t: Translation) -> str:
+    """Return a link to the chat with a run, while a server has its model."""
+    place = OUT / name / launching.CHAT_NAME
+    if find_holder(place) is None:
+        return ""
+    return f'<a href="{escape(read_json(place)["url"])}" target="_blank" rel="noopener">{t("Open the chat")}</a>'
+
+
+def _make_field(flag: str, flags: dict[str, Any]) -> gr.Dropdown | gr.Textbox:
+    """Return the field of a flag. If it is empty, the flag is left out."""
+    action = next(actions[flag] for actions in flags.values() if flag in actions)
+    about: dict[str, Any] = {
+        "label": flag,
+        "info": (action.help or "").replace("%%", "%"),
+        "elem_id": f"flag-{flag}",
+        "min_width": 280,
+    }
+    if _words(action):
+        # Its first choice is the default.
+        return gr.Dropdown([""], value="", **about)
+    return gr.Textbox(**about)
+
+
+def _words(action: Any) -> list[str]:
+    """Return the words that a flag takes; an empty list if it takes any."""
+    # The parser reads a switch as text, and `true` stands for a switch without a value.
+    return [str(word) for word in action.choices or (("true", "false") if action.nargs == "?" else ())]
+
+
+def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
+    with gr.Row():
+        stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
+        preset = gr.Dropdown(["auto", *PRESETS], value="auto", label=t("Preset"), elem_id="preset", min_width=200)
+        name = gr.Textbox(label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
+    with gr.Accordion(t("Settings"), elem_id="settings"), gr.Row():
+        fields = [_make_field(flag, flags) for flag in FLAGS]
+    more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
+    command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
+    plan = gr.Button(t("Make the plan"), elem_id="make-plan")
+    planned = gr.Textbox(
+        label=t("Plan"), info=t("A few steps are measured. Nothing is written."), lines=8, interactive=False,
+        elem_id="plan",
+    )  # fmt: skip
+    start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
+    everything: list[Any] = [stage, preset, name, more, *fields]
+    handlers, quiet = _Form(flags, t), {"show_progress": "hidden"}
+    gr.on([page.load, stage.change, preset.change], handlers.choose, [stage, preset], [name, *fields], **quiet)
+    gr.on([each.change for each in everything], handlers.show_command, everything, [command, start], **quiet)
+    plan.click(handlers.make_plan, everything, [planned, start])
+    start.click(handlers.start, everything, start)
+
+
+class _Form:
+    """
+    The handlers of the form.
+
+    Args:
+        flags (`dict`): the flags of each stage.
+        t (`Callable`): translates texts.
+    """
+
+    def __init__(self, flags: dict[str, Any], t: Translation):
+        self.flags, self.t = flags, t
+
+    def choose(self, stage: str, preset: str) -> list[Any]:
+        """Show the flags of a stage with the defaults of a preset, and propose a name that no run has."""
+        defaults = find_defaults(stage, preset)
+        base = Path(str(defaults.get("output_dir", stage))).name
+        names = (base if number == 1 else f"{base}-{number}" for number in count(1))
+        free = next(each for each in names if not (OUT / each).exists())
+        return [free, *(self._update(flag, self.flags[stage], defaults) for flag in FLAGS)]
+
+    def _update(self, flag: str, actions: dict[str, Any], defaults: dict[str, Any]) -> Any:
+        if flag not in actions:
+            return gr.update(visible=False, value="")
+        value = defaults.get(flag, actions[flag].default)
+        text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+        text = text and f"{self.t('default')}: {text}"
+        if words := _words(actions[flag]):
+            return gr.update(visible=True, choices=[(text, ""), *((word, word) for word in words)])
+        return gr.update(visible=True, placeholder=text)
+
+    def _read(self, stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
+        with _shown_errors(self.t):
+            return make_words(self.flags[stage], stage, preset, name, values, more)
+
+    def show_command(self, *values: str) -> list[Any]:
+        """Show the command, and let nobody start a run that was not planned."""
+        try:
+            text = shlex.join(["hf-pretrain", *self._read(*values)])
+        except gr.Error as error:
+            text = error.message
+        return [text, gr.Button(interactive=False)]
+
+    async def make_plan(self, *values: str) -> AsyncIterator[list[Any]]:
+        """Show the output of a dry run while it grows. After a mistake, nothing can be started."""
+        text = ""
+        async for text in run_command(*self._read(*values), "--dry_run"):
+            yield [text, gr.skip()]
+        yield [text, gr.Button(interactive=not text.rpartition("\n")[2].startswith("exit status"))]
+
+    def start(self, *values: str) -> Any:
+        """Start the run."""
+        with _shown_errors(self.t):
+            launching.start_run(self._read(*values))
+        gr.Info(self.t("Started. The tab “Runs” shows it."))
+        return gr.Button(interactive=False)
+
+
+def _add_comparison(timer: gr.Timer, language: str, t: Translation) -> None:
+    names = gr.CheckboxGroup(runs.find_runs(), label=t("Runs to compare"), elem_id="compared")
+    compare = gr.Button(t("Show the report"), elem_id="compare")
+    report = gr.HTML(elem_id="report")
+
+    async def write_report(names: list[str]) -> str:
+        if not names:
+            raise gr.Error(t("Choose a run first."), print_exception=False)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "report.html")
+            words = ["compare", *(str(OUT / name) for name in names), "--language", language, "--output", str(path)]
+            printed = [text async for text in run_command(*words)]
+            if not path.is_file():
+                return f"<pre>{escape(printed[-1])}</pre>"
+            # The page of a run has no scripts, and no rights here.
+            return f'<iframe sandbox srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
+
+    timer.tick(lambda: gr.CheckboxGroup(choices=runs.find_runs()), None, names, show_progress="hidden")
+    compare.click(write_report, names, report)

@@ -1,0 +1,133 @@
+"""The runs below `out/`, as their files show them: find them, tell what they do, and show one as HTML."""
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import lru_cache
+from html import escape
+from pathlib import Path
+
+import hf_pretrain_cli
+
+from ..reports.page import Line, draw_charts
+from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
+from ..reports.texts import Translation
+from ..runtime.writing import LOCK_NAME, find_holder
+from ..weights.weight_files import read_json
+
+
+OUT = Path("out")
+_FILES = (RECORD_NAME, LOG_NAME, OUTPUT_NAME, LOCK_NAME)
+_LOG_BYTES = 20_000
+# Inches of a chart whose text can be read on a phone.
+_SIZE = (4.2, 2.8)
+
+
+def find_runs() -> list[str]:
+    """Return the names of the runs below `out/`, newest first."""
+    # `hf-pretrain from_scratch` puts its stages into one directory.
+    patterns = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (RECORD_NAME, OUTPUT_NAME))
+    found = {path.parent for pattern in patterns for path in OUT.glob(pattern)}
+    newest = sorted(found, key=lambda directory: max(stamp(directory)), reverse=True)
+    return [directory.relative_to(OUT).as_posix() for directory in newest]
+
+
+def stamp(directory: Path) -> tuple[int, ...]:
+    """Return times of changes. As long as they stay the same, the run shows the same."""
+    paths = [directory / name for name in _FILES]
+    return tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in paths)
+
+
+def read(name: str) -> Run:
+    """Read a run, unless it has not changed since the last time."""
+    return _read(OUT / name, stamp(OUT / name)[:2])
+
+
+@lru_cache(128)
+def _read(directory: Path, times: tuple[int, ...]) -> Run:
+    return read_run(directory)
+
+
+def state_of(name: str) -> str:
+    """Return what a run does: a key of the texts."""
+    launch = read(name).last_launch
+    if find_holder(OUT / name / LOCK_NAME) is not None:
+        return "running" if (OUT / name / LOG_NAME).is_file() else "starting"
+    return next(
+        (state for key, state in (("ended", "finished"), ("stopped", "stopped")) if key in launch), "interrupted"
+    )
+
+
+def summarize(name: str, t: Translation) -> str:
+    """Return a line for the list of runs."""
+    run = read(name)
+    steps = f"{run.last('step') or 0:,}" + (f"/{run.last('max_steps'):,}" if run.last("max_steps") else "")
+    loss = run.last("eval_loss") or run.last("loss")
+    figures = [f"{t('Step')} {steps}", *([f"{t('Loss')} {loss:.3f}"] if loss else [])]
+    return " · ".join([name, t(state_of(name)), *(figures if run.log else [])])
+
+
+def show(name: str, t: Translation) -> str:
+    """Return the figures, curves and samples of a run as HTML."""
+    run = read(name)
+    cards = "".join(f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in _figures(name, run, t))
+    charts = "".join(
+        f"<figure><figcaption>{caption}</figcaption>{svg}</figure>"
+        for caption, svg in draw_charts([run], expected=_expected(run), size=_SIZE, t=t)
+    )
+    samples = "".join(
+        f"<details{' open' if step == max(run.samples) else ''}><summary>{t('Step')} {step}</summary>"
+        + "".join(f"<blockquote><i>{escape(prompt)}</i> {escape(text)}</blockquote>" for prompt, text in pairs)
+        + "</details>"
+        for step, pairs in sorted(run.samples.items(), reverse=True)
+    )
+    title = f"<h3>{t('Samples')}</h3>" if samples else ""
+    command = f"<h3>{t('Command')}</h3><pre>{escape(run.last_launch.get('command', ''))}</pre>" if run.launches else ""
+    return f'<dl class="cards">{cards}</dl><div class="charts">{charts}</div>{title}{samples}{command}'
+
+
+def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts of the newest figures."""
+    state = state_of(name)
+    why = f": {run.last_launch['stopped']}" if state == "stopped" else ""
+    yield f"out/{escape(name)}", t(state) + why
+    if step := run.last("step"):
+        yield t("Step"), f"{step:,} / {run.last('max_steps') or '?'}"
+    if state == "running" and run.seconds_left is not None:
+        yield t("Time left"), str(timedelta(seconds=round(run.seconds_left)))
+    for label, key, form in (
+        ("Loss", "loss", "{:.4f}"),
+        ("Validation loss", "eval_loss", "{:.4f}"),
+        ("Speed", "tokens_per_second", "{:,.0f} tokens/s"),
+        ("Memory", "peak_memory_gib", "{:.2f} GiB"),
+    ):
+        if (value := run.last(key)) is not None:
+            yield t(label), form.format(value)
+
+
+def _expected(run: Run) -> list[Line]:
+    """Return the recorded loss of a run with the same arguments, if its preset has one (`benchmarks/expected.py`)."""
+    config = Path(run.arguments.get("config") or "")
+    path = hf_pretrain_cli.RECIPES / config.parent.name / "expected.json"
+    recorded = read_json(path).get(config.stem, {}) if path.is_file() else {}
+    if not recorded or any(run.arguments.get(name) != value for name, value in recorded["arguments"].items()):
+        return []
+    tokens, losses = zip(*recorded["curves"]["loss"], strict=True)
+    return [("expected", [each / 1e6 for each in tokens], losses, {"color": "#6b7280", "linestyle": "--"})]
+
+
+def read_output(name: str) -> str:
+    """Return the end of what a run has printed, or of its log if it was started in a terminal."""
+    path = OUT / name / OUTPUT_NAME
+    if not path.is_file():
+        entries = read(name).log[-100:]
+        keys = ("loss", "eval_loss", "reward", "tokens_per_second", "peak_memory_gib")
+        return "\n".join(
+            f"step {entry['step']}: " + ", ".join(f"{key} {entry[key]:.4g}" for key in keys if key in entry)
+            for entry in entries
+        )
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+        text = file.read().decode(errors="replace")
+    # A progress bar overwrites its line.
+    return re.sub(r"[^\n]*\r(?!\n)", "", text)

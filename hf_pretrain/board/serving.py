@@ -1,0 +1,93 @@
+"""Serve the board under its guards, one address per language."""
+
+import secrets
+import sys
+import webbrowser
+from http.cookies import SimpleCookie
+from urllib.parse import parse_qs
+
+from ..inference.chat_page import HEAD, THEME
+from ..inference.guards import HostGuard, refuse
+from ..reports.texts import LANGUAGES, preferred_language
+from ..runtime.errors import needing_extra
+from .launching import read_flags
+from .page import CSS, make_page
+
+
+with needing_extra("web", "The board needs gradio"):
+    import gradio as gr
+    import uvicorn
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.responses import RedirectResponse
+    from starlette.datastructures import Headers
+    from starlette.middleware import Middleware
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_COOKIE = "hf_pretrain_board"
+
+
+class TokenGuard:
+    """
+    ASGI middleware that refuses requests without the token of the board. The address with `?token=` gives a cookie.
+
+    Args:
+        app (`ASGIApp`): the application that gets all other requests.
+        token (`str`, *optional*): the token; `None` admits all requests.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None):
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.token is None or scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        cookie = SimpleCookie(Headers(scope=scope).get("cookie", "")).get(_COOKIE)
+        (given,) = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[:1]
+        if cookie is not None and secrets.compare_digest(cookie.value.encode(), self.token.encode()):
+            await self.app(scope, receive, send)
+        elif secrets.compare_digest(given.encode(), self.token.encode()):
+            # The address without the token does not end up in a history.
+            response = RedirectResponse(scope["path"], 303)
+            response.set_cookie(_COOKIE, self.token, httponly=True, samesite="strict")
+            await response(scope, receive, send)
+        else:
+            error = HTTPException(401, "Open the address with the token, which `hf-pretrain board` has printed.")
+            await refuse(None, error)(scope, receive, send)
+
+
+def make_app(*, hosts: list[str], token: str | None, language: str | None) -> FastAPI:
+    """
+    Return the application.
+
+    Args:
+        hosts (`list[str]`): the names of this machine ([`~inference.guards.HostGuard`]).
+        token (`str`, *optional*): the token that requests need.
+        language (`str`, *optional*): the language of the page; by default the browser's.
+    """
+    app = FastAPI(
+        middleware=[Middleware(HostGuard, hosts=hosts), Middleware(TokenGuard, token=token)], openapi_url=None
+    )
+    flags = read_flags()
+
+    @app.get("/")
+    def choose(request: Request) -> RedirectResponse:
+        return RedirectResponse(f"/{language or preferred_language(request.headers.get('accept-language', ''))}/")
+
+    how = {"theme": THEME, "css": CSS, "head": HEAD, "footer_links": [], "max_file_size": 1}
+    for each in LANGUAGES:
+        app = gr.mount_gradio_app(app, make_page(each, flags), f"/{each}", **how)
+    return app
+
+
+def open_board(*, host: str, port: int, allowed_hosts: list[str], language: str | None) -> None:
+    """Serve the board until the user stops it with Ctrl-C. The runs go on."""
+    token = None if host in LOOPBACK else secrets.token_urlsafe(16)
+    url = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+    app = make_app(hosts=[host, *allowed_hosts], token=token, language=language)
+    print(f"The board is at {url}", flush=True)
+    if sys.stdout.isatty():
+        webbrowser.open(url)
+    # A page that is open holds its connection for ever.
+    uvicorn.run(app, host=host, port=port, log_level="critical", timeout_graceful_shutdown=1)

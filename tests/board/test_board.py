@@ -1,0 +1,288 @@
+"""The board in a real browser: real runs that a form or a terminal starts, and the guards in front of the page."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from hf_pretrain.board import launching, runs
+from hf_pretrain.reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME
+from hf_pretrain.reports.texts import preferred_language
+from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
+from tests.faults.driving import command as toy_command
+from tests.faults.driving import make_workspace, steps_of, wait_for
+from tests.invariants.launching import ROOT, cpu_environment, free_port
+
+
+TIMEOUT = 60_000
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+class Board:
+    """A board process in a workspace, which can be started again at the same address."""
+
+    def __init__(self, workspace: Path, *flags: str):
+        self.workspace, self.port, self.flags = workspace, free_port(), flags
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, str(ROOT / "recipes/board.py"), "--port", str(self.port), *self.flags]
+        environment = cpu_environment(PYTHONPATH=str(ROOT), http_proxy="http://127.0.0.1:9", no_proxy="127.0.0.1")
+        self.process = subprocess.Popen(
+            command, cwd=self.workspace, env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+        def answers() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+        assert wait_for(answers, self.process, timeout=120), "The board did not start."
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory) -> Path:
+    return make_workspace(tmp_path_factory.mktemp("board"))
+
+
+@pytest.fixture(scope="module")
+def board(workspace) -> Iterator[Board]:
+    """Serve a board. At the end, kill the runs that tests have started."""
+    board = Board(workspace)
+    yield board
+    board.end()
+    for lock in workspace.glob(f"out/*/{LOCK_NAME}"):
+        if (process := find_holder(lock)) is not None:
+            process.kill()
+
+
+def open_page(page, url: str, size: str = "desktop") -> None:
+    width, height = SIZES[size]
+    page.set_viewport_size({"width": width, "height": height})
+    page.set_default_timeout(TIMEOUT)
+    page.goto(url)
+    page.locator("#runs").wait_for()
+
+
+def wait_for_text(page, place: str, text: str) -> None:
+    page.wait_for_function(
+        "([place, text]) => document.querySelector(place)?.innerText.includes(text)", arg=[place, text]
+    )
+
+
+def toy_flags(workspace: Path, *more: str) -> list[str]:
+    """Return the flags of the toy run, after the recipe and before the directory."""
+    words = toy_command(workspace, Path("unused"), launcher="python")
+    flags = words[2 : words.index("--output_dir")]
+    return [*flags, *more]
+
+
+@pytest.mark.slow
+def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_again(page, board, workspace):
+    open_page(page, f"{board.url}/en/")
+    page.get_by_role("tab", name="New run").click()
+    page.locator("#name input, #name textarea").first.fill("mine")
+    # The run ends only if it is stopped, and saves no checkpoint before.
+    page.locator("#flag-max_steps input, #flag-max_steps textarea").first.fill("100000")
+    more = toy_flags(workspace, "--save_steps", "100000", "--eval_strategy", "no")
+    more = " ".join(more).replace("--max_steps 8 ", "").replace("--save_steps 2 ", "")
+    page.locator("#more input, #more textarea").first.fill(more + " --max_length 1")
+    start = page.locator("button#start")
+    assert start.is_disabled()
+    # The mistake is shown, and the run cannot start.
+    page.locator("#make-plan").click()
+    page.wait_for_function("() => document.querySelector('#plan textarea').value.includes('exit status 2')")
+    assert "error: --max_length 1 must be" in page.locator("#plan textarea").input_value() and start.is_disabled()
+    page.locator("#more input, #more textarea").first.fill(more)
+    page.locator("#make-plan").click()
+    page.wait_for_function("() => /Files +out.mine/.test(document.querySelector('#plan textarea').value)")
+    command = page.locator("#command textarea").input_value()
+    assert command.startswith("hf-pretrain pretrain --preset auto --max_steps 100000 --use_cpu ")
+    assert not (workspace / "out/mine").exists()
+    page.wait_for_function("() => !document.querySelector('button#start').disabled")
+    start.click()
+    page.get_by_role("tab", name="Runs", exact=True).click()
+    wait_for_text(page, "#view", "running")
+    wait_for_text(page, "#view", "/ 100000")
+    page.wait_for_function("() => document.querySelector('#log textarea')?.value.includes('step 2')")
+    # The run outlives the board, and the same page shows it again.
+    lock = workspace / "out/mine" / LOCK_NAME
+    pid = find_holder(lock).pid
+    board.end()
+    board.start()
+    seen = page.locator("#log textarea").input_value()
+    # gradio loads the page again.
+    page.wait_for_function("seen => (document.querySelector('#log textarea')?.value ?? seen) !== seen", arg=seen)
+    wait_for_text(page, "#view", "running")
+    assert find_holder(lock).pid == pid and steps_of(workspace / "out/mine") == []
+    page.locator("button#stop").click()
+    wait_for_text(page, "#view", "stopped: after step")
+    (step,) = steps_of(workspace / "out/mine")
+    page.locator("button#resume").click()
+    wait_for_text(page, "#view", "running")
+    page.wait_for_function(f"() => document.querySelector('#log textarea')?.value.includes('checkpoint-{step}')")
+    wait_for_text(page, "#view", "Time left")
+    page.locator("button#stop").click()
+    wait_for_text(page, "#view", "stopped: after step")
+    first, second = json.loads((workspace / "out/mine" / RECORD_NAME).read_text())
+    assert first["resumed_from"] is None and second["resumed_from"].endswith(f"checkpoint-{step}")
+    steps = [json.loads(line)["step"] for line in (workspace / "out/mine" / LOG_NAME).read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+def test_runs_of_a_terminal_are_shown_and_compared_in_chinese(browser_in_chinese, board, workspace, size):
+    page = browser_in_chinese
+    if not (workspace / "out/terminal").exists():
+        words = toy_command(workspace, Path("out/terminal"), launcher="python")
+        subprocess.run(words, cwd=workspace, env=cpu_environment(PYTHONPATH=str(ROOT)), check=True)
+    # The browser's language chooses.
+    open_page(page, board.url, size)
+    assert page.url == f"{board.url}/zh/"
+    page.locator("#runs label", has_text="terminal").click()
+    for text in ("out/terminal", "已完成", "8 / 8", "内存"):
+        wait_for_text(page, "#view", text)
+    assert page.locator("#view svg").count() >= 4 and "损失随 token 数的变化" in page.locator("#view").inner_text()
+    for name, place in (("新建训练", "#more"), ("对比", "#compare"), ("训练列表", "#runs")):
+        page.get_by_role("tab", name=name).click()
+        page.locator(place).wait_for()
+        # Nothing is wider than the screen.
+        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    page.get_by_role("tab", name="对比").click()
+    page.locator("#compared label", has_text="terminal").click()
+    page.locator("#compare").click()
+    report = page.frame_locator("#report iframe")
+    report.get_by_role("heading", name="结果").wait_for()
+    assert "out/terminal" in report.locator("h1").inner_text()
+
+
+@pytest.fixture
+def browser_in_chinese(page):
+    context = page.context.browser.new_context(locale="zh-CN")
+    yield context.new_page()
+    context.close()
+
+
+@pytest.mark.slow
+def test_foreign_pages_and_requests_without_the_token_are_refused(board, workspace):
+    own = {"Host": f"127.0.0.1:{board.port}", "Origin": board.url}
+    for foreign, status in (({}, 200), ({"Host": "evil.com"}, 403), ({"Origin": "http://evil.com"}, 403)):
+        for path in ("/en/", "/en/config"):
+            assert requests.get(board.url + path, headers=own | foreign, timeout=60).status_code == status
+    assert (
+        requests.post(
+            f"{board.url}/en/gradio_api/queue/join", json={}, headers=own | {"Origin": "http://evil.com"}, timeout=60
+        ).status_code
+        == 403
+    )
+    network = Board(workspace, "--host", "0.0.0.0", "--language", "zh")
+    try:
+        token = re.search(r"token=(\S+)", network.process.stdout.readline())[1]
+        for path in ("/", "/zh/", "/zh/config", "/?token=wrong"):
+            assert requests.get(network.url + path, timeout=60).status_code == 401
+        with requests.Session() as session:
+            answer = session.get(f"{network.url}/?token={token}", timeout=60)
+            # The token leaves the address, and the flag chooses the language.
+            assert (answer.status_code, answer.url) == (200, f"{network.url}/zh/")
+            assert session.get(f"{network.url}/zh/config", timeout=60).status_code == 200
+    finally:
+        network.end()
+
+
+# Parts
+
+
+def test_a_form_becomes_a_command():
+    actions = launching.read_flags()["pretrain"]
+    values = ["", *[""] * (len(launching.FLAGS) - 1)]
+    values[launching.FLAGS.index("dataset_name")] = "'my file.jsonl' b.jsonl"
+    values[launching.FLAGS.index("use_cpu")] = "true"
+    values[launching.FLAGS.index("rewards")] = "unknown to this stage"
+    words = launching.make_words(actions, "pretrain", "tiny", "a", values, "--bf16 false")
+    assert words == [
+        *("pretrain", "--preset", "tiny", "--dataset_name", "my file.jsonl", "b.jsonl", "--use_cpu", "true"),
+        *("--bf16", "false", "--output_dir", "out/a"),
+    ]
+    for name in ("", "../a", "a/b", "-a"):
+        with pytest.raises(ValueError, match="for the name"):
+            launching.make_words(actions, "pretrain", "tiny", name, values, "")
+    assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
+
+
+def test_every_flag_of_the_form_exists():
+    flags = launching.read_flags()
+    assert {flag for actions in flags.values() for flag in actions} == {*launching.FLAGS}
+
+
+def test_only_a_living_process_holds_a_directory(tmp_path):
+    place = tmp_path / LOCK_NAME
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    write_holder(place, process.pid)
+    assert find_holder(place).pid == process.pid
+    # The number of a process that has ended may belong to another one.
+    holder = json.loads(place.read_text())
+    place.write_text(json.dumps(holder | {"created": holder["created"] - 60}))
+    assert find_holder(place) is None
+    place.write_text(json.dumps(holder | {"host": "elsewhere"}))
+    assert find_holder(place) is None
+    place.write_text(json.dumps(holder))
+    process.send_signal(signal.SIGKILL)
+    # Its parent has not asked for its status yet.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert find_holder(place) is None
+    process.wait()
+    place.write_text("")
+    assert find_holder(place) is None
+
+
+def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "out/from-scratch/pretrain"
+    run.mkdir(parents=True)
+    (run / OUTPUT_NAME).write_text("0%\r10%\rstep 1: loss 2\nerror: <b>\n")
+    (name,) = runs.find_runs()
+    assert (name, runs.state_of(name)) == ("from-scratch/pretrain", "interrupted")
+    assert runs.read_output(name) == "step 1: loss 2\nerror: <b>\n"
+    with pytest.raises(ValueError, match="no command to resume"):
+        launching.resume_run(run)
+    with pytest.raises(ValueError, match="does not run"):
+        launching.stop(run)
+    write_holder(run / LOCK_NAME, os.getpid())
+    assert runs.state_of(name) == "starting"
+    with pytest.raises(ValueError, match="runs already"):
+        launching.start_run(["pretrain", "--output_dir", str(run)])
+    (run / LOCK_NAME).unlink()
+    expected = json.loads((ROOT / "recipes/tiny/expected.json").read_text())["pretrain"]
+    arguments = expected["arguments"] | {"config": "recipes/tiny/pretrain.yaml"}
+    log = [{"step": 10, "loss": 2.0, "num_input_tokens_seen": 9, "training_seconds": 5.0, "max_steps": 30}]
+    # The last line is not complete yet.
+    (run / LOG_NAME).write_text("".join(f"{json.dumps(entry)}\n" for entry in log) + '{"step"')
+    for value, is_expected in ((expected["arguments"]["max_length"], True), (9, False)):
+        launch = {"arguments": arguments | {"max_length": value}, "stopped": "<i>", "samples": [[1, [["<u>", "x"]]]]}
+        (run / RECORD_NAME).write_text(json.dumps([launch]))
+        shown = runs.show(name, lambda text: text)
+        assert (">expected<" in shown) == is_expected
+        assert "stopped: &lt;i&gt;" in shown and "<i>&lt;u&gt;</i> x" in shown
+    assert runs.read(name).seconds_left == 10.0
+    assert runs.summarize(name, str) == "from-scratch/pretrain · stopped · Step 10/30 · Loss 2.000"
+
+
+def test_the_language_is_the_one_that_the_browser_prefers():
+    for accepted, language in (("zh-CN,zh;q=0.9,en;q=0.8", "zh"), ("fr,en-US;q=0.8,zh;q=0.5", "en"), ("", "en")):
+        assert preferred_language(accepted) == language
