@@ -1,0 +1,88 @@
+"""The benchmarks of answers that loop: terms equal their formulas, and figures of the page those of the record."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import loops, unlikelihood
+from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.invariants.launching import ROOT
+from tests.toys import toy_model
+
+
+def test_repeated_tokens_and_prompts_are_found():
+    marks = unlikelihood.mark_repeated([5, 6, 7, 8, 9, 5, 6, 7, 8])
+    assert marks == [False] * 5 + [True] * 4
+    # The 4-gram 3333 occurs again one token later, and so do all of its tokens but the first.
+    assert unlikelihood.mark_repeated([3] * 6) == [False] + [True] * 5
+    # Two documents in a row: only the first begins with a prompt of an answer.
+    inputs = {
+        "input_ids": torch.tensor([[11, 12, 13, 14, 21, 22]]),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]),
+        "labels": torch.tensor([[-100, -100, 13, 14, -100, -100]]),
+    }
+    assert unlikelihood.find_prompts(inputs) == [[11, 12]]
+
+
+def test_steps_on_the_term_end_a_loop():
+    tokenizer = train_tokenizer(["one two three four"] * 4, vocab_size=320)
+    torch.manual_seed(0)
+    model = toy_model(vocab_size=len(tokenizer)).float()
+    arguments = unlikelihood.UnlikelihoodArguments(answer_tokens=16)
+    trainer = SimpleNamespace(
+        term_arguments=arguments, processing_class=tokenizer, args=SimpleNamespace(device=torch.device("cpu"))
+    )
+    # Learn to say one token for ever.
+    optimizer, row = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.tensor([[5, 6, *[7] * 20]])
+    for _ in range(30):
+        model(row, labels=row).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    term = unlikelihood.UnlikelihoodTrainer.unlikelihood
+    first = term(trainer, model, [[5, 6]])
+    # All but the first answer token are repeated: the mean of -log(1 - p) by its formula.
+    answer = torch.tensor([[5, 6, *[7] * 16]])
+    p = model(answer).logits.softmax(-1)[0, 2:-1, 7]
+    torch.testing.assert_close(first, -(1 - p).clamp(min=1e-5).log().mean(), rtol=1e-3, atol=1e-3)
+    for _ in range(40):
+        loss = term(trainer, model, [[5, 6]])
+        if not loss.requires_grad:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first > 1 and term(trainer, model, [[5, 6]]) == 0
+
+
+def test_a_penalty_can_leave_the_prompt_out():
+    (processor,) = loops.penalize(2.0, "answer", width=2)["logits_processor"]
+    scores = processor(torch.tensor([[0, 1, 2]]), torch.full((1, 4), 3.0))
+    assert scores.tolist() == [[3.0, 3.0, 1.5, 3.0]]
+
+
+def record() -> dict:
+    return json.loads((ROOT / "benchmarks/results/loops.json").read_text(encoding="utf-8"))
+
+
+NAMES = {"whole text": "prompt and answer", "answer": "answer"}
+
+
+def test_the_table_of_the_page_is_that_of_the_record():
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (greedy|sampled) \| (none|[\d.]+ on the (?:whole text|answer)) \| (.*) \|$", page, re.M)
+    models = [model["rows"] for name, model in record()["models"].items() if re.fullmatch(r"tiny, seed \d", name)]
+    assert len(models) == 3 and len(rows) == 8
+    for sampling, penalty, figures in rows:
+        value, _, where = penalty.partition(" on the ")
+        wanted = (1.0, None) if penalty == "none" else (float(value), NAMES[where])
+        found = [
+            row
+            for model in models
+            for row in model
+            if (row["sampling"], row["penalty"], row["counted"]) == (sampling, *wanted)
+        ]
+        columns = [("repeated_4grams", ".3f"), ("ended_answers", ".2f"), ("answer_tokens", ".1f")]
+        expected = [", ".join(format(row[name], how) for row in found) for name, how in columns]
+        assert figures.split(" | ") == expected
