@@ -8,6 +8,7 @@
 # make teach                                               teach facts to a published chat model, then make chat
 # make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
+# make board                                               a page that starts, shows, stops and compares runs
 # make bench                                               compare the speed with other programs
 # make real-model                                          compare losses, speed and memory with TRL on a real model
 # make race                                                compare the time to a validation loss with other programs
@@ -38,7 +39,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: chat-from-scratch teach $(STAGES) chat serve evaluate tokenizer bench real-model race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: chat-from-scratch teach $(STAGES) chat serve board evaluate tokenizer bench real-model race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +53,7 @@ LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER))
 # Extras of pyproject.toml that single stages need.
 $(shell sed -n '/extra="trl"/s/^ *"\([a-z]*\)".*/\1/p' hf_pretrain/runtime/stages.py): $(VENV)/.installed-trl
 serve: $(VENV)/.installed-$(if $(findstring --web,$(ARGS)),web,serve)
+board: $(VENV)/.installed-web
 # Of the tasks, tool_call alone needs no lm-eval.
 evaluate: $(if $(findstring --tasks,$(ARGS)),$(if $(filter tool_call --tasks=tool_call,$(ARGS)),,$(VENV)/.installed-eval))
 
@@ -64,7 +66,7 @@ chat-from-scratch: $(VENV)/.installed
 teach: $(VENV)/.installed-peft
 	$(BIN)/python hf_pretrain_cli.py sft --preset smollm2 $(ARGS)
 
-chat serve evaluate tokenizer: $(VENV)/.installed
+chat serve board evaluate tokenizer: $(VENV)/.installed
 	$(BIN)/python hf_pretrain_cli.py $@ $(ARGS)
 
 # Two workers on every machine: most of the time, tests wait for processes that start, die or hang.

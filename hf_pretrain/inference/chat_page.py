@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
+from ..reports.texts import LANGUAGES, TEXTS, Translation, preferred_language, translation
 from ..runtime.errors import needing_extra
 from ..tokenizer.control_tokens import thinking_variables
 from .guards import HostGuard
@@ -133,11 +134,11 @@ def _add_delta(answer: Message, delta: Any) -> None:
         answer["tool_calls"].append({"id": call.id, "type": "function", "function": function})
 
 
-def show(history: History) -> list[Message]:
-    """Return a history as messages of gradio's chat component."""
+def show(history: History, t: Translation = str) -> list[Message]:
+    """Return a history as messages of gradio's chat component, with titles in the language of `t`."""
     shown = []
     for message in history:
-        parts = _parts(message) if message["role"] == "assistant" else [(_escape_tags(message["content"]), {})]
+        parts = _parts(message, t) if message["role"] == "assistant" else [(_escape_tags(message["content"]), {})]
         # The component knows no role for the result of a tool.
         role = "assistant" if message["role"] == "assistant" else "user"
         shown += [{"role": role, "content": content, "metadata": metadata} for content, metadata in parts]
@@ -149,13 +150,15 @@ def _escape_tags(text: str) -> str:
     return re.sub(r"(`+).*?\1|[<&]", lambda found: found[0] if found[1] else html.escape(found[0]), text, flags=re.S)
 
 
-def _parts(answer: Message) -> list[tuple[str, Any]]:
+def _parts(answer: Message, t: Translation) -> list[tuple[str, Any]]:
     """Return the texts of an answer with gradio's metadata: its reasoning, content, tool calls and error."""
     parts: list[tuple[str, Any]] = []
     if answer.get("reasoning_content"):
         # The component folds what is done.
         thinks = answer.get("is_running") and not answer["content"]
-        parts.append((answer["reasoning_content"], {"title": "Thinking", "status": "pending" if thinks else "done"}))
+        parts.append(
+            (answer["reasoning_content"], {"title": t("Thinking"), "status": "pending" if thinks else "done"})
+        )
     if answer["content"]:
         parts.append((answer["content"], {}))
     for call in answer.get("tool_calls", []):
@@ -163,11 +166,11 @@ def _parts(answer: Message) -> list[tuple[str, Any]]:
         # The server escapes all letters outside of ASCII. What the model wrote wrongly is no JSON, and stays as it is.
         with suppress(ValueError):
             arguments = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
-        parts.append((f"```json\n{arguments}\n```", {"title": f"Call of the tool {call['function']['name']}"}))
+        parts.append((f"```json\n{arguments}\n```", {"title": f"{t('Call of the tool')} {call['function']['name']}"}))
     if answer.get("error"):
-        parts.append((answer["error"], {"title": "Error"}))
+        parts.append((answer["error"], {"title": t("Error")}))
     if not parts and not answer.get("is_running"):
-        parts.append(("*The answer is empty.*", {}))
+        parts.append((f"*{t('The answer is empty.')}*", {}))
     return parts
 
 
@@ -179,26 +182,27 @@ async def _run_tools(history: History, functions: Functions) -> History:
     return history
 
 
-def _make_settings(thinking: bool) -> list[gr.components.Component]:
+def _make_settings(thinking: bool, t: gr.I18n) -> list[gr.components.Component]:
     """Return the settings of the page, in the order in which [`stream_answer`] takes them."""
     return [
-        gr.Textbox("", label="System message"),
-        gr.Slider(0.0, 2.0, 0.8, step=0.05, label="Temperature"),
-        gr.Slider(0.05, 1.0, 0.9, step=0.05, label="Top p"),
-        gr.Slider(1, 2048, 256, step=1, label="Longest answer in tokens"),
-        gr.Checkbox(thinking, label="Thinking"),
-        gr.Slider(0, 32, 32, step=1, label="Earlier questions that the model sees"),
+        gr.Textbox("", label=t("System message")),
+        gr.Slider(0.0, 2.0, 0.8, step=0.05, label=t("Temperature")),
+        gr.Slider(0.05, 1.0, 0.9, step=0.05, label=t("Top p")),
+        gr.Slider(1, 2048, 256, step=1, label=t("Longest answer in tokens")),
+        gr.Checkbox(thinking, label=t("Thinking")),
+        gr.Slider(0, 32, 32, step=1, label=t("Earlier questions that the model sees")),
     ]
 
 
 def make_page(
-    endpoints: list[Endpoint], *, thinking: bool = True, tools: tuple[list[Message] | None, Functions]
+    endpoints: list[Endpoint], *, t: gr.I18n, thinking: bool = True, tools: tuple[list[Message] | None, Functions]
 ) -> gr.Blocks:
     """
-    Return the page for one or two models. `page.launch()` serves it.
+    Return the page for one or two models. `page.launch(i18n=t)` serves it.
 
     Args:
         endpoints (`list[Endpoint]`): the models.
+        t ([`~gradio.I18n`]): the texts, which each browser gets in its language.
         thinking (`bool`): the initial setting.
         tools (`tuple`): the result of [`~inference.tools.offer_tools`].
     """
@@ -212,13 +216,13 @@ def make_page(
                 )
                 for number, endpoint in enumerate(endpoints)
             ]
-        question = gr.Textbox(placeholder="Type a message", show_label=False, elem_id="question")
+        question = gr.Textbox(placeholder=t("Type a message"), show_label=False, elem_id="question")
         with gr.Row():
-            send = gr.Button("Send", variant="primary", elem_id="send", min_width=130)
-            stop = gr.Button("Stop", elem_id="stop", min_width=130)
-            clear = gr.Button("New chat", elem_id="clear", min_width=130)
-        with gr.Accordion("Settings", open=False, elem_id="settings"):
-            settings = _make_settings(thinking)
+            send = gr.Button(t("Send"), variant="primary", elem_id="send", min_width=130)
+            stop = gr.Button(t("Stop"), elem_id="stop", min_width=130)
+            clear = gr.Button(t("New chat"), elem_id="clear", min_width=130)
+        with gr.Accordion(t("Settings"), open=False, elem_id="settings"):
+            settings = _make_settings(thinking, t)
         everything = [*chats, *histories]
         begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])
         running = [
@@ -233,18 +237,23 @@ def make_page(
     return page.queue(default_concurrency_limit=None)
 
 
-def _both(histories: list[History]) -> list[Any]:
+def _language_of(request: gr.Request) -> Translation:
+    return translation(preferred_language(request.headers.get("accept-language", "")))
+
+
+def _both(histories: list[History], t: Translation) -> list[Any]:
     """Return histories as the chat components show them, and as the page keeps them."""
-    return [*map(show, histories), *histories]
+    return [*(show(history, t) for history in histories), *histories]
 
 
-def _ask(text: str, *histories: History) -> list[Any]:
+def _ask(request: gr.Request, text: str, *histories: History) -> list[Any]:
+    t = _language_of(request)
     if any(history and history[-1].get("is_running") for history in histories):
         # The page shows the error, and keeps the typed text.
-        raise gr.Error("Wait for the end of the answer, or press Stop.", print_exception=False)
+        raise gr.Error(t("Wait for the end of the answer, or press Stop."), print_exception=False)
     if not text.strip():
-        raise gr.Error("Type a message first.", print_exception=False)
-    return ["", *_both([begin_answer(history, text) for history in histories])]
+        raise gr.Error(t("Type a message first."), print_exception=False)
+    return ["", *_both([begin_answer(history, text) for history in histories], t)]
 
 
 def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]) -> Any:
@@ -253,12 +262,13 @@ def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]
 
     async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
         _growing[request.session_hash] += 1
+        t = _language_of(request)
         try:
             now = history[:-1]
             for _ in range(MAX_TOOL_ROUNDS):
                 async with aclosing(stream_answer(endpoint, past := now, schemas, *settings)) as messages:
                     async for message in messages:
-                        yield show(now := [*past, message]), now
+                        yield show(now := [*past, message], t), now
                 answered, now = now, await _run_tools(now, functions)
                 if now == answered:
                     break
@@ -274,9 +284,10 @@ async def _wait_for_end(request: gr.Request) -> None:
         await asyncio.sleep(0.02)
 
 
-def _end(*histories: History) -> list[Any]:
+def _end(request: gr.Request, *histories: History) -> list[Any]:
     """End the answers that were cancelled. The server ends with the connection."""
-    return _both([[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories])
+    ended = [[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories]
+    return _both(ended, _language_of(request))
 
 
 def open_page(endpoints: list[Endpoint], *, host: str, port: int, hosts: list[str], **options: Any) -> None:
@@ -288,7 +299,9 @@ def open_page(endpoints: list[Endpoint], *, host: str, port: int, hosts: list[st
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost", "127.0.0.1", host]))
     print(f"The chat page is at http://{host}:{port}", flush=True)
-    make_page(endpoints, **options).launch(
+    t = gr.I18n(**{key: {text: translation(key)(text) for text in TEXTS} for key in LANGUAGES})
+    make_page(endpoints, t=t, **options).launch(
+        i18n=t,
         server_name=host,
         server_port=port,
         quiet=True,

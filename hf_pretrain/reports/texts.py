@@ -124,7 +124,23 @@ _CHINESE = {
     "Compare": "对比",
     "Runs to compare": "要对比的训练",
     "Show the report": "显示报告",
+    # The chat page
+    "System message": "系统消息",
+    "Temperature": "温度",
+    "Top p": "Top p",
+    "Longest answer in tokens": "回答的最大 token 数",
+    "Thinking": "思考",
+    "Earlier questions that the model sees": "模型能看到的历史提问数",
+    "Type a message": "输入消息",
+    "Send": "发送",
+    "New chat": "新对话",
+    "Call of the tool": "调用工具",
+    "Error": "错误",
+    "The answer is empty.": "回答为空。",
+    "Wait for the end of the answer, or press Stop.": "请等待回答结束，或按“停止”。",
+    "Type a message first.": "请先输入消息。",
 }
+TEXTS = tuple(_CHINESE)
 
 
 def translation(language: str) -> Translation:

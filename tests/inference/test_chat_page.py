@@ -66,7 +66,7 @@ def answer_with(endpoint: Endpoint, tools: tuple, *settings) -> list[dict]:
     """Return the history of an answer to a question, with the handler of the page and without a browser."""
 
     async def collect():
-        handler, session = chat_page._answering(endpoint, tools), SimpleNamespace(session_hash="a")
+        handler, session = chat_page._answering(endpoint, tools), SimpleNamespace(session_hash="a", headers={})
         return [now async for _, now in handler(session, begin_answer([], QUESTION["content"]), *settings)]
 
     return asyncio.run(collect())[-1]
@@ -341,3 +341,16 @@ def test_pictures_in_a_text_load_nothing_from_other_hosts(page, served):
         host.settimeout(3)
         with pytest.raises(TimeoutError):
             host.accept()
+
+
+def test_a_chinese_browser_gets_a_chinese_page(page, served):
+    page = page.context.browser.new_context(locale="zh-CN").new_page()
+    page.set_default_timeout(TIMEOUT)
+    page.goto(served[0])
+    page.locator("#send", has_text="发送").wait_for()
+    assert page.locator("#clear").inner_text() == "新对话"
+    assert page.locator("#question textarea").get_attribute("placeholder") == "输入消息"
+    page.locator("#settings button").first.click()
+    page.get_by_label("系统消息").wait_for()
+    page.locator("#send").click()
+    page.get_by_text("请先输入消息。").wait_for()
