@@ -36,6 +36,7 @@ SIGNATURES = {
     "_get_output_dir": ["trial"],
     "_save_checkpoint": ["model", "trial"],
     "_save_optimizer_and_scheduler": ["output_dir"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
     "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_push_from_checkpoint": ["checkpoint_folder"],
@@ -139,7 +140,7 @@ def test_every_private_name_of_a_library_stands_in_the_table():
     listed = set(re.findall(r"`(?:\w+\.)*(_[A-Za-z]\w*)`", TABLE))
     assert {name: place for name, place in found.items() if name not in listed | DOCUMENTED} == {}
     assert listed - found.keys() == set(), "The table lists names that nothing uses."
-    assert len(listed) <= 35
+    assert len(listed) <= 36
 
 
 def row(name: str) -> str:
