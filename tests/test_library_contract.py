@@ -36,7 +36,6 @@ SIGNATURES = {
     "_get_output_dir": ["trial"],
     "_save_checkpoint": ["model", "trial"],
     "_save_optimizer_and_scheduler": ["output_dir"],
-    "_load_optimizer_and_scheduler": ["checkpoint"],
     "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_push_from_checkpoint": ["checkpoint_folder"],

@@ -35,6 +35,7 @@ from ..training.resume_check import digest_weights
 from ..training.run import Run
 from ..training.settling import showing
 from ..training.training_arguments import LMTrainingArguments
+from ..weights.weight_files import read_json
 from .log_probs import replace_heads
 from .record_template import RecordTemplate
 from .rewards import REWARDS, answer_of, task_check
@@ -226,6 +227,19 @@ class KeptGeneration:
         trainer._step, trainer._buffered_inputs = send_to_device(generation[args.process_index], args.device)
 
 
+class KeptEntropy:
+    """The adaptive coefficient of the entropy. TRL saves it, and would load it where Trainer loads the optimizer."""
+
+    def save(self, trainer: Any, directory: Path) -> None:
+        pass
+
+    def load(self, trainer: Any, checkpoint: str) -> None:
+        path = Path(checkpoint, "entropy_ctrl_state.json")
+        if path.exists():
+            state = read_json(path)
+            trainer.entropy_coef, trainer._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
+
+
 class KnownFigures(TrainerCallback):
     """Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others."""
 
@@ -261,7 +275,7 @@ def construct(self: Any, model: PreTrainedModel, *, args: Any = None, run: Run |
         RunTrainer.__init__(self, model, run=run, **kwargs)
     self.beta = args.beta
     connect(self, router_aux_loss_coef=self.router_aux_loss_coef, rows_per_item=self.num_generations_eval)
-    run.kept.append(KeptGeneration())
+    run.kept += [KeptGeneration(), KeptEntropy()]
     self.callback_handler.callbacks.insert(0, KnownFigures())
     if reference is not None:
         run.fixed_weights["reference model"] = digest_weights(reference.parameters())

@@ -328,16 +328,8 @@ class RunTrainer(Trainer):
         checkpoint = resume_from_checkpoint
         is_whole = checkpoint is not None and optimizer_state.is_whole(checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None if is_whole else checkpoint)
-        if is_whole:
-            self._load_optimizer_and_scheduler(checkpoint)
+        self._keeps_new_groups = is_whole and not load_state(self, checkpoint)
         return prepared
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        # TRL's trainers load their own state after this method.
-        if checkpoint is not None and optimizer_state.is_whole(checkpoint):
-            self._keeps_new_groups = not load_state(self, checkpoint)
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_distributed_loading_by_transformers:
