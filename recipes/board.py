@@ -6,8 +6,8 @@ Show all runs below out/ on a page, in Chinese and English, and start, stop, res
     hf-pretrain board --host 0.0.0.0 --allowed_hosts my-machine
 
 Each run is a process of its own: it goes on after the end of the board, and a board shows the runs of terminals and of
-other boards, too. By default, only this machine can open the page. With another `--host`, the page needs the token in
-the printed address: whoever opens the page can start commands on this machine.
+other boards, too. By default, only this machine can open the page. The page needs the token in the printed address:
+whoever opens it can start commands on this machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network, with a token")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
     parser.add_argument("--allowed_hosts", nargs="+", default=[], metavar="NAME", help="more names of this machine")
     parser.add_argument("--port", type=int, metavar="N", default=7861, help="TCP port")
     parser.add_argument("--language", choices=tuple(LANGUAGES), help="by default the browser's")

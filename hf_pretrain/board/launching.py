@@ -121,9 +121,13 @@ def resume_run(directory: Path) -> None:
         raise UserError("It has no command to resume. Start it again.")
     launch, suffix = launches[-1], " --resume_from_checkpoint auto"
     text = launch["command"].removesuffix(suffix) + suffix
+    if "<token>" in text:
+        raise UserError("Its command holds an access token, which is not recorded. Resume it in a terminal.")
+    if not Path(launch["directory"]).is_dir():
+        raise UserError(f"Its working directory {launch['directory']} does not exist any more.")
     words = shlex.split(text)
     # Variables stand before the command, as in a shell.
-    assignments = list(takewhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+    assignments = list(takewhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), words))
     variables = dict(word.split("=", 1) for word in assignments) | {COMMAND_VARIABLE: text}
     options = {"cwd": launch["directory"], "env": os.environ | variables}
     _start(directory.absolute(), words[len(assignments) :], OUTPUT_NAME, LOCK_NAME, **options)

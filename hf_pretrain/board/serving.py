@@ -1,10 +1,15 @@
 """Serve the board under its guards, one address per language."""
 
+import os
 import secrets
 import sys
 import webbrowser
+from contextlib import suppress
 from http.cookies import SimpleCookie
+from pathlib import Path
 from urllib.parse import parse_qs
+
+from huggingface_hub.constants import HF_HOME
 
 from ..inference.chat_page import HEAD, THEME
 from ..inference.guards import HostGuard, refuse
@@ -23,27 +28,33 @@ with needing_extra("web", "The board needs gradio"):
     from starlette.middleware import Middleware
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _COOKIE = "hf_pretrain_board"
 
 
 class TokenGuard:
     """
-    ASGI middleware that refuses requests without the token of the board. The address with `?token=` gives a cookie.
+    ASGI middleware that refuses requests without the token of the board, and of pages at another address. The address
+    with `?token=` gives a cookie.
 
     Args:
         app (`ASGIApp`): the application that gets all other requests.
-        token (`str`, *optional*): the token; `None` admits all requests.
+        token (`str`): the token.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str | None):
+    def __init__(self, app: ASGIApp, *, token: str):
         self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.token is None or scope["type"] == "lifespan":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        cookie = SimpleCookie(Headers(scope=scope).get("cookie", "")).get(_COOKIE)
+        headers = Headers(scope=scope)
+        # A cookie holds for all ports of a host, and so for the pages of its other programs.
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host"):
+            await refuse(None, HTTPException(403, "Only the pages of the board may ask it."))(scope, receive, send)
+            return
+        cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
         (given,) = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[:1]
         if cookie is not None and secrets.compare_digest(cookie.value.encode(), self.token.encode()):
             await self.app(scope, receive, send)
@@ -57,13 +68,13 @@ class TokenGuard:
             await refuse(None, error)(scope, receive, send)
 
 
-def make_app(*, hosts: list[str], token: str | None, language: str | None) -> FastAPI:
+def make_app(*, hosts: list[str], token: str, language: str | None) -> FastAPI:
     """
     Return the application.
 
     Args:
         hosts (`list[str]`): the names of this machine ([`~inference.guards.HostGuard`]).
-        token (`str`, *optional*): the token that requests need.
+        token (`str`): the token that requests need.
         language (`str`, *optional*): the language of the page; by default the browser's.
     """
     app = FastAPI(
@@ -81,10 +92,20 @@ def make_app(*, hosts: list[str], token: str | None, language: str | None) -> Fa
     return app
 
 
+def read_token() -> str:
+    """Return the token of this user. It stays the same, so that an open page survives the end of its board."""
+    path = Path(HF_HOME, "hf_pretrain", "board_token")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Other users of the machine can connect, too, but not read it.
+    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(16))
+    return path.read_text(encoding="utf-8")
+
+
 def open_board(*, host: str, port: int, allowed_hosts: list[str], language: str | None) -> None:
     """Serve the board until the user stops it with Ctrl-C. The runs go on."""
-    token = None if host in LOOPBACK else secrets.token_urlsafe(16)
-    url = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+    token = read_token()
+    url = f"http://{host}:{port}/?token={token}"
     app = make_app(hosts=[host, *allowed_hosts], token=token, language=language)
     print(f"The board is at {url}", flush=True)
     if sys.stdout.isatty():

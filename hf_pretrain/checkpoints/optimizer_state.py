@@ -69,9 +69,11 @@ def load_optimizer(
         `UserError`: if the file belongs to another model, or if an older version wrote it without names and the
             model is sharded.
     """
+    # Each rank copies its shards from the mapped file. An optimizer with whole tensors would keep the mapping.
+    is_plain = engine is None and not is_sharded(model)
     saved, schedule = (
-        torch.load(Path(directory, name), map_location="cpu", weights_only=True, mmap=name == OPTIMIZER_NAME)
-        for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        torch.load(Path(directory, name), map_location="cpu", weights_only=True, mmap=mapped)
+        for name, mapped in ((OPTIMIZER_NAME, not is_plain), (SCHEDULER_NAME, False))
     )
     groups = optimizer.param_groups
     fits = _rates(groups) == _rates(saved["param_groups"])
@@ -82,7 +84,7 @@ def load_optimizer(
     has_names = not any(isinstance(name, int) for name in saved["state"])
     if has_names:
         _check_names(saved, model, directory)
-    if engine is None and not is_sharded(model):
+    if is_plain:
         if has_names:
             names = enumerate(_order(model, optimizer))
             state = {number: saved["state"][name] for number, name in names if name in saved["state"]}

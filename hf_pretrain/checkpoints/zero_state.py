@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..runtime.errors import UserError
+
 
 # Float16's loss scale, in the terms of torch's `GradScaler`.
 SCALE, GROWTH = "scale", "_growth_tracker"
@@ -36,7 +38,7 @@ def gather(engine: Any, *, is_writer: bool) -> dict[str, Any]:
             # The order of the keys is the same on all ranks, and each tensor is a collective.
             for key in sorted(of_group):
                 value = of_group[key]
-                if key == "step":
+                if not (torch.is_tensor(value) and value.dim()):
                     values[key] = torch.tensor(float(value))
                 elif not _is_whole_momentum(zero, key):
                     whole = safe_get_full_optimizer_state(parameter, key)
@@ -52,16 +54,23 @@ def gather(engine: Any, *, is_writer: bool) -> dict[str, Any]:
 
 
 def load_optimizer(engine: Any, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Distribute the whole state of an optimizer by names of parameters."""
+    """
+    Distribute the whole state of an optimizer by names of parameters.
+
+    Raises:
+        `UserError`: for a state of another shape than its parameter, such as Adafactor's: a partition has no rows.
+    """
     from deepspeed.utils import safe_set_full_optimizer_state
 
     zero, names = engine.optimizer, _names(engine)
     is_of_torch = type(zero.optimizer).__module__.startswith("torch.")
     for parameters, flat in _partitions(zero):
         own = zero.optimizer.state[flat]
-        for key, value in state.get(names[parameters[0]], {}).items():
-            if key == "step":
-                own[key] = value.clone() if is_of_torch else int(value)
+        # A parameter that never had a gradient has no state.
+        first = next((found for parameter in parameters if (found := state.get(names[parameter]))), {})
+        for key, value in first.items():
+            if not value.dim():
+                own[key] = value.clone() if is_of_torch else type(own.get(key, 0))(value)
             elif _is_whole_momentum(zero, key):
                 held = [state[names[parameter]][key].flatten() for parameter in _held(zero, flat)]
                 own[key] = torch.cat(held or [value.new_zeros(0)]).to(flat.device)
@@ -71,7 +80,12 @@ def load_optimizer(engine: Any, state: dict[str, dict[str, torch.Tensor]]) -> No
     for parameters, flat in _partitions(zero):
         for parameter in parameters:
             for key, value in state.get(names[parameter], {}).items():
-                if key != "step" and not _is_whole_momentum(zero, key):
+                if value.dim() and not _is_whole_momentum(zero, key):
+                    if value.shape != getattr(parameter, "ds_shape", parameter.shape):
+                        raise UserError(
+                            f"ZeRO cannot partition {key} of {names[parameter]}, of the shape {tuple(value.shape)}. "
+                            "Resume without DeepSpeed."
+                        )
                     safe_set_full_optimizer_state(parameter, value.to(flat.device), key)
 
 
@@ -152,7 +166,8 @@ def _is_whole_momentum(zero: Any, key: str) -> bool:
     Return whether a state is Muon's momentum at stages 1 and 2. Each rank keeps that of whole parameters, unless the
     optimizer is offloaded.
     """
-    return key == "momentum_buffer" and not _is_stage_3(zero) and not zero.cpu_offload
+    is_muon = any(group.get("use_muon") for group in zero.optimizer.param_groups)
+    return key == "momentum_buffer" and is_muon and not _is_stage_3(zero) and not zero.cpu_offload
 
 
 def _held(zero: Any, flat: torch.Tensor) -> list[nn.Parameter]:

@@ -92,9 +92,10 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
             "place to write to."
         ) from error
     _locks[path] = lock
-    # NOTE: Windows lets nobody else write to a locked file.
-    with suppress(OSError):
-        write_holder(path, os.getpid())
+    if lock.lock_counter == 1:
+        # NOTE: Windows lets nobody else write to a locked file.
+        with suppress(OSError):
+            write_holder(path, os.getpid())
 
 
 def write_holder(path: Path, pid: int, **fields: str) -> None:

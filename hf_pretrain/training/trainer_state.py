@@ -52,7 +52,9 @@ def load_state(trainer: "RunTrainer", checkpoint: str) -> bool:
         load_weights(trainer, checkpoint)
     if scale.is_file():
         scaler = trainer.accelerator.scaler if engine is None else engine.optimizer.loss_scaler
-        zero_state.load_loss_scale(scaler, torch.load(scale, weights_only=True))
+        # Another precision has none, or a static one.
+        if isinstance(scaler, torch.amp.GradScaler) or getattr(scaler, "dynamic", False):
+            zero_state.load_loss_scale(scaler, torch.load(scale, weights_only=True))
     return optimizer_state.load_optimizer(checkpoint, *_parts(trainer), engine=engine)
 
 

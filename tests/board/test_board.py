@@ -39,7 +39,12 @@ class Board:
 
     def start(self) -> None:
         command = [sys.executable, str(ROOT / "recipes/board.py"), "--port", str(self.port), *self.flags]
-        environment = cpu_environment(PYTHONPATH=str(ROOT), http_proxy="http://127.0.0.1:9", no_proxy="127.0.0.1")
+        environment = cpu_environment(
+            PYTHONPATH=str(ROOT),
+            HF_HOME=str(self.workspace / "hf"),
+            http_proxy="http://127.0.0.1:9",
+            no_proxy="127.0.0.1",
+        )
         self.process = subprocess.Popen(
             command, cwd=self.workspace, env=environment, stdout=subprocess.PIPE, text=True
         )
@@ -49,6 +54,7 @@ class Board:
                 return client.connect_ex(("127.0.0.1", self.port)) == 0
 
         assert wait_for(answers, self.process, timeout=120), "The board did not start."
+        self.token = re.search(r"token=(\S+)", self.process.stdout.readline())[1]
 
     def end(self) -> None:
         self.process.terminate()
@@ -94,7 +100,7 @@ def toy_flags(workspace: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_again(page, board, workspace):
-    open_page(page, f"{board.url}/en/")
+    open_page(page, f"{board.url}/en/?token={board.token}")
     page.get_by_role("tab", name="New run").click()
     page.locator("#name input, #name textarea").first.fill("mine")
     # The run ends only if it is stopped, and saves no checkpoint before.
@@ -153,7 +159,7 @@ def test_runs_of_a_terminal_are_shown_and_compared_in_chinese(browser_in_chinese
         words = toy_command(workspace, Path("out/terminal"), launcher="python")
         subprocess.run(words, cwd=workspace, env=cpu_environment(PYTHONPATH=str(ROOT)), check=True)
     # The browser's language chooses.
-    open_page(page, board.url, size)
+    open_page(page, f"{board.url}/?token={board.token}", size)
     assert page.url == f"{board.url}/zh/"
     page.locator("#runs label", has_text="terminal").click()
     for text in ("out/terminal", "已完成", "8 / 8", "内存"):
@@ -182,18 +188,19 @@ def browser_in_chinese(page):
 @pytest.mark.slow
 def test_foreign_pages_and_requests_without_the_token_are_refused(board, workspace):
     own = {"Host": f"127.0.0.1:{board.port}", "Origin": board.url}
-    for foreign, status in (({}, 200), ({"Host": "evil.com"}, 403), ({"Origin": "http://evil.com"}, 403)):
-        for path in ("/en/", "/en/config"):
-            assert requests.get(board.url + path, headers=own | foreign, timeout=60).status_code == status
-    assert (
-        requests.post(
-            f"{board.url}/en/gradio_api/queue/join", json={}, headers=own | {"Origin": "http://evil.com"}, timeout=60
-        ).status_code
-        == 403
-    )
+    cookies = {"hf_pretrain_board": board.token}
+    # A page at another port of the same host is foreign, too.
+    origins = [{"Origin": "http://evil.com"}, {"Origin": "http://127.0.0.1:9999"}]
+    for foreign, status in (({}, 200), ({"Host": "evil.com"}, 403), *((origin, 403) for origin in origins)):
+        for method, path in (("get", "/en/"), ("get", "/en/config"), ("post", "/en/gradio_api/queue/join")):
+            headers, known = own | foreign, {"cookies": cookies, "timeout": 60}
+            answer = requests.request(method, board.url + path, headers=headers, **known)
+            assert (answer.status_code == 403) == (status == 403), (foreign, path)
+    assert requests.get(f"{board.url}/en/config", headers=own, timeout=60).status_code == 401
+    assert (workspace / "hf/hf_pretrain/board_token").stat().st_mode & 0o077 == 0
     network = Board(workspace, "--host", "0.0.0.0", "--language", "zh")
     try:
-        token = re.search(r"token=(\S+)", network.process.stdout.readline())[1]
+        token = network.token
         for path in ("/", "/zh/", "/zh/config", "/?token=wrong"):
             assert requests.get(network.url + path, timeout=60).status_code == 401
         with requests.Session() as session:
