@@ -38,14 +38,16 @@ def gather(engine: Any, *, is_writer: bool) -> dict[str, Any]:
             # The order of the keys is the same on all ranks, and each tensor is a collective.
             for key in sorted(of_group):
                 value = of_group[key]
-                if not (torch.is_tensor(value) and value.dim()):
+                if _is_scalar(value):
                     values[key] = torch.tensor(float(value))
                 elif not _is_whole_momentum(zero, key):
                     whole = safe_get_full_optimizer_state(parameter, key)
                     values[key] = whole.cpu() if is_writer else whole
-            state[names[parameter]] = values if is_writer else {}
+            if is_writer and values:
+                state[names[parameter]] = values
     for name, momentum in _whole_momenta(zero, names):
-        state[name] |= {"momentum_buffer": momentum.float().cpu()} if is_writer else {}
+        if is_writer:
+            state[name] = {"momentum_buffer": momentum.float().cpu()}
     rates = [
         {"params": [], **{name: group[name] for name in ("lr", "initial_lr") if name in group}}
         for group in zero.optimizer.param_groups
@@ -69,8 +71,8 @@ def load_optimizer(engine: Any, state: dict[str, dict[str, torch.Tensor]]) -> No
         # A parameter that never had a gradient has no state.
         first = next((found for parameter in parameters if (found := state.get(names[parameter]))), {})
         for key, value in first.items():
-            if not value.dim():
-                own[key] = value.clone() if is_of_torch else type(own.get(key, 0))(value)
+            if _is_scalar(value):
+                own[key] = torch.tensor(float(value)) if is_of_torch else int(value) if key == "step" else float(value)
             elif _is_whole_momentum(zero, key):
                 held = [state[names[parameter]][key].flatten() for parameter in _held(zero, flat)]
                 own[key] = torch.cat(held or [value.new_zeros(0)]).to(flat.device)
@@ -80,7 +82,7 @@ def load_optimizer(engine: Any, state: dict[str, dict[str, torch.Tensor]]) -> No
     for parameters, flat in _partitions(zero):
         for parameter in parameters:
             for key, value in state.get(names[parameter], {}).items():
-                if value.dim() and not _is_whole_momentum(zero, key):
+                if not _is_scalar(value) and not _is_whole_momentum(zero, key):
                     if value.shape != getattr(parameter, "ds_shape", parameter.shape):
                         raise UserError(
                             f"ZeRO cannot partition {key} of {names[parameter]}, of the shape {tuple(value.shape)}. "
@@ -141,6 +143,10 @@ def _partitions(zero: Any) -> Iterator[tuple[list[nn.Parameter], torch.Tensor]]:
     if _is_stage_3(zero):
         return zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
     return zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+
+
+def _is_scalar(value: Any) -> bool:
+    return not (torch.is_tensor(value) and value.dim())
 
 
 def _is_stage_3(zero: Any) -> bool:
