@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import io
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def read_flags() -> dict[str, dict[str, argparse.Action]]:
     flags = {}
     for stage in hf_pretrain_cli.STAGES:
         # The recipe says which extra is missing, and exits.
-        with suppress(SystemExit):
+        with suppress(SystemExit), redirect_stderr(io.StringIO()):
             actions = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")._actions
             flags[stage] = {action.dest: action for action in reversed(actions) if action.dest in FLAGS}
     return flags

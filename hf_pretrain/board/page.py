@@ -150,7 +150,10 @@ def _link(name: str, t: Translation) -> str:
 
 def _make_field(flag: str, flags: dict[str, Any]) -> gr.Dropdown | gr.Textbox:
     """Return the field of a flag. If it is empty, the flag is left out."""
-    action = next(actions[flag] for actions in flags.values() if flag in actions)
+    action = next((actions[flag] for actions in flags.values() if flag in actions), None)
+    if action is None:
+        # Its stages need an extra that is not installed.
+        return gr.Textbox(visible=False)
     about: dict[str, Any] = {
         "label": flag,
         "info": (action.help or "").replace("%%", "%"),
@@ -180,7 +183,7 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
     plan = gr.Button(t("Make the plan"), elem_id="make-plan")
     planned = gr.Textbox(
-        label=t("Plan"), info=t("A few steps are measured. Nothing is written."), lines=8, interactive=False,
+        label=t("Plan"), info=t("A few steps are measured, and nothing is written. A run can start after its plan."), lines=8, interactive=False,
         elem_id="plan",
     )  # fmt: skip
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")

@@ -115,7 +115,9 @@ _CHINESE = {
     "Command to copy": "可复制的命令",
     "Make the plan": "生成计划",
     "Plan": "计划",
-    "A few steps are measured. Nothing is written.": "试跑几步，不写入任何文件。",
+    "A few steps are measured, and nothing is written. A run can start after its plan.": (
+        "试跑几步，不写入任何文件。生成计划之后才能开始训练。"
+    ),
     "Start": "开始训练",
     "Started. The tab “Runs” shows it.": "已启动，见“训练列表”。",
     "default": "默认",
