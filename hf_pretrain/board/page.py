@@ -183,7 +183,10 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
     plan = gr.Button(t("Make the plan"), elem_id="make-plan")
     planned = gr.Textbox(
-        label=t("Plan"), info=t("A few steps are measured, and nothing is written. A run can start after its plan."), lines=8, interactive=False,
+        label=t("Plan"),
+        info=t("A few steps are measured, and nothing is written. A run can start after its plan."),
+        lines=8,
+        interactive=False,
         elem_id="plan",
     )  # fmt: skip
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
