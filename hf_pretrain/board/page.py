@@ -188,7 +188,7 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
         lines=8,
         interactive=False,
         elem_id="plan",
-    )  # fmt: skip
+    )
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
     everything: list[Any] = [stage, preset, name, more, *fields]
     handlers, quiet = _Form(flags, t), {"show_progress": "hidden"}
