@@ -61,10 +61,15 @@ def state_of(name: str) -> str:
 def summarize(name: str, t: Translation) -> str:
     """Return a line for the list of runs."""
     run = read(name)
-    steps = f"{run.last('step') or 0:,}" + (f"/{run.last('max_steps'):,}" if run.last("max_steps") else "")
+    steps = f"{run.last('step') or 0:,}" + (f"/{total:,}" if (total := _total(name, run)) else "")
     loss = run.last("eval_loss") or run.last("loss")
     figures = [f"{t('Step')} {steps}", *([f"{t('Loss')} {loss:.3f}"] if loss else [])]
     return " · ".join([name, t(state_of(name)), *(figures if run.log else [])])
+
+
+def _total(name: str, run: Run) -> int | None:
+    """Return the number of steps of a whole run. The state at its end does not repeat it in each entry."""
+    return run.last("step") if state_of(name) == "finished" else run.last("max_steps")
 
 
 def show(name: str, t: Translation) -> str:
@@ -92,7 +97,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
     why = f": {run.last_launch['stopped']}" if state == "stopped" else ""
     yield f"out/{escape(name)}", t(state) + why
     if step := run.last("step"):
-        yield t("Step"), f"{step:,} / {run.last('max_steps') or '?'}"
+        yield t("Step"), f"{step:,} / {_total(name, run) or '?'}"
     if state == "running" and run.seconds_left is not None:
         yield t("Time left"), str(timedelta(seconds=round(run.seconds_left)))
     for label, key, form in (

@@ -111,8 +111,10 @@ class Run:
 def read_run(directory: str | Path) -> Run:
     """Read the run of a directory, also while it trains. Without a log file, read the log of its newest checkpoint."""
     directory = Path(directory)
-    if (directory / LOG_NAME).is_file():
-        return Run(directory.resolve().name, read_launches(directory), _read_log(directory / LOG_NAME))
+    file, end = directory / LOG_NAME, directory / TRAINER_STATE_NAME
+    # The state at the end of a run holds more: figures that were added to its entries later.
+    if file.is_file() and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns):
+        return Run(directory.resolve().name, read_launches(directory), _read_log(file))
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     log = read_json(newest).get("log_history", []) if newest else []

@@ -134,16 +134,14 @@ def test_two_processes_push_and_anybody_loads(run, hub, environment, tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_zero2_checkpoints_travel(run, hub, tmp_path):
-    """Push DeepSpeed's shards of both ranks."""
+    """The optimizer state of both ranks is one file, as under every launcher."""
     zero2 = f"--deepspeed {ROOT}/ds_configs/zero2.json"
     result = run(f"{zero2} {SAVE} {PUSH} --hub_strategy checkpoint {CONSTANT}", launcher="deepspeed")
     # DeepSpeed itself does not remove its buffers. The names of this run's buffers hold its port.
     port = result.args[result.args.index("--master_port") + 1]
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-    shards = {path for path in files_of(hub) if path.startswith("checkpoint-2/global_step")}
-    assert {path.split("/")[1] for path in shards} == {"global_step2"}
-    assert sum("optim_states" in path for path in shards) == 2
-    assert not [path for path in files_of(hub) if path.startswith("zero_to")]
+    assert "checkpoint-2/optimizer.pt" in files_of(hub)
+    assert not [path for path in files_of(hub) if "zero_to" in path or "global_step" in path]
     assert "deepspeed, DeepSpeed ZeRO-2" in hub.repos["user/toy"].files["README.md"].decode()
 
 
