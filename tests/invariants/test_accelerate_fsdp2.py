@@ -115,7 +115,7 @@ def test_fsdp2_in_bf16_equals_ddp_in_bf16(directory, name):
     for step, expected in zip(fsdp["steps"], ddp["steps"], strict=True):
         for key in ("loss", "ce_loss", "grad_norm") + (("aux_loss",) if name == "moe" else ()):
             # The router reads bf16 activations, whose last bits differ where oneDNN emulates bf16.
-            tolerance = 1e-5 if key in ("loss", "ce_loss") else 1e-4
+            tolerance = 1e-5 if key in ("loss", "ce_loss") else 2e-4
             assert step[key] == pytest.approx(expected[key], rel=tolerance), key
     assert fsdp["eval_loss"] == pytest.approx(ddp["eval_loss"], rel=1e-5)
     # Where bf16 is emulated, the last bits of activations differ, and a token can reach another expert. With Muon,
