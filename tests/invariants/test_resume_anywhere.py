@@ -68,3 +68,19 @@ def test_the_state_has_names_and_whole_tensors(workspace, tmp_path):
         for parameter, values in state.items():
             for key, value in states["one process"][parameter].items():
                 torch.testing.assert_close(values[key], value, rtol=1e-3, atol=1e-6, msg=f"{parameter} {key}")
+
+
+def test_an_optimizer_of_deepspeed_with_momentum_resumes(workspace, tmp_path, monkeypatch):
+    """Muon's momentum has the same name, and another place in the memory of the ranks."""
+    config = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    config |= {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+    }
+    path = tmp_path / "sgd.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setitem(LAUNCHES, "SGD", ("deepspeed", 2, ["--deepspeed", str(path)]))
+    expected = train(workspace, tmp_path / "run", "adamw", "SGD")
+    weights = (tmp_path / "run/model.safetensors").read_bytes()
+    assert train(workspace, tmp_path / "run", "adamw", "SGD", 5) == expected
+    assert (tmp_path / "run/model.safetensors").read_bytes() == weights
