@@ -147,8 +147,14 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     assert 20 < used < plan["used_seconds"] and plan["flags"].keys() == {"pretrain", "sft"}
     base, chat = (read_run(tmp_path / "out" / stage) for stage in ("pretrain", "sft"))
     assert [launch["resumed_from"] is None for launch in base.launches] == [True, False]
+    # The rate of the last step depends on how long the step before it took; the schedule reached its end.
     rates = [run.series("learning_rate")[1] for run in (base, chat)]
-    assert all(each[-1] < 0.2 * max(each) for each in rates), rates
+    assert all(each[-1] < max(each) for each in rates), rates
+    states = [
+        json.loads((run / "trainer_state.json").read_text())
+        for run in (tmp_path / "out/pretrain", tmp_path / "out/sft")
+    ]
+    assert [state["stateful_callbacks"]["TimeBudget"]["attributes"]["share"] for state in states] == [1.0, 1.0]
     # The budget is too short for an evaluation before the first step.
     assert chat.series("eval_loss")[0][0] > 0
     page = (tmp_path / "out/report.html").read_text()
