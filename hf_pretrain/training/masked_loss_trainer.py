@@ -102,7 +102,7 @@ class MaskedLossTrainer(RunTrainer):
         self.spikes = SpikeWatch(self)
         self.finite_check.show(self.spikes.add, over_ranks=self._loss_of_ranks)
         self.add_callback(self.spikes)
-        if self.args.skip_spikes:
+        if self.args.skip_spikes or self.args.rewind_spikes:
             run.kept.append(self.spikes)
 
     def _check_arguments(self):

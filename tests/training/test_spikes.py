@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from statistics import median
 
 import pytest
@@ -154,6 +155,61 @@ def test_a_resumed_run_skips_the_same_step(tmp_path):
     assert torch.equal(whole.found[NUM_STEPS], again.found[NUM_STEPS])
 
 
+REWINDING = {"rewind_spikes": True, "save_strategy": "steps", "save_steps": NOISE_STEP - 3}
+
+
+@pytest.mark.parametrize("optim_preset", ["adamw", "muon"])
+def test_a_run_that_goes_back_is_as_if_its_rows_were_not_there(tmp_path, optim_preset, capfd):
+    """Compare with a run whose rows have no labels from the beginning."""
+    weights, expected = Weights(NUM_STEPS), Weights(NUM_STEPS)
+    # Only the step of the noise has a spike.
+    (tmp_path / "rewound").mkdir()
+    trainer, spikes = run(
+        tmp_path / "rewound", easy_rows(NOISE), weights, optim_preset=optim_preset, dropout=0.1, **REWINDING
+    )
+    assert [(spike["step"], spike["rewound_to"]) for spike in spikes] == [(NOISE_STEP, NOISE_STEP - 3)]
+    assert (
+        f"goes back to {tmp_path}/rewound/checkpoint-{NOISE_STEP - 3} and leaves out the 2 rows"
+        in capfd.readouterr().out
+    )
+    rows = easy_rows(NOISE)
+    for number, row in enumerate(rows):
+        row["loss_mask"] = [float(number // 2 != NOISE_STEP - 1)] * 24
+    run(tmp_path, rows, expected, optim_preset=optim_preset, dropout=0.1)
+    assert torch.equal(weights.found[NUM_STEPS], expected.found[NUM_STEPS])
+    # The log has each step once.
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [*range(1, NUM_STEPS + 1)]
+
+
+def test_a_resumed_run_leaves_the_same_rows_out(tmp_path):
+    """The run may end before its next checkpoint, and a later checkpoint may be copied without `spikes.jsonl`."""
+    options = {"rewind_spikes": True, "save_strategy": "steps", "save_steps": 70, "max_steps": 2 * NUM_STEPS}
+    whole = Weights(2 * NUM_STEPS)
+    (tmp_path / "whole").mkdir()
+    # The second pass reads the noise again, without a spike.
+    spikes = run(tmp_path / "whole", easy_rows(NOISE), whole, save_total_limit=9, **options)[1]
+    assert [(spike["step"], spike["rewound_to"]) for spike in spikes] == [(NOISE_STEP, 70)]
+    for first_step in (70, 280):
+        directory, again = tmp_path / f"from-{first_step}", Weights(2 * NUM_STEPS)
+        shutil.copytree(tmp_path / f"whole/checkpoint-{first_step}", directory / f"checkpoint-{first_step}")
+        if first_step == 70:
+            shutil.copy(tmp_path / "whole/spikes.jsonl", directory)
+        resume = str(directory / f"checkpoint-{first_step}")
+        assert run(directory, easy_rows(NOISE), again, resume=resume, **options)[1] == spikes[: first_step == 70]
+        assert torch.equal(whole.found[2 * NUM_STEPS], again.found[2 * NUM_STEPS])
+
+
+def test_a_run_goes_on_without_a_checkpoint_and_after_five_returns(tmp_path, monkeypatch, capfd):
+    """A learning rate that is too high makes a spike of any rows."""
+    options = {"rewind_spikes": True, "save_strategy": "steps", "max_steps": 8}
+    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) == 5)
+    for save_steps, returns, words in ((7, 0, "no checkpoint to go back to"), (4, 5, "5 times already and goes on")):
+        (tmp_path / words).mkdir()
+        trainer, spikes = run(tmp_path / words, easy_rows(), save_steps=save_steps, **options)
+        assert trainer.state.global_step == 8 and words in capfd.readouterr().out
+        assert ["rewound_to" in spike for spike in spikes] == [True] * returns + [False]
+
+
 def test_a_learning_rate_that_is_too_high_is_seen(tmp_path):
     """Its rows are looked up once, and not in each of its many steps."""
 
@@ -194,11 +250,17 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, capfd):
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"has_masked_loss": False}, "works in pretraining"), ({"fp16": True}, "the loss scaler decides")],
+    [
+        ({"skip_spikes": True, "has_masked_loss": False}, "works in pretraining"),
+        ({"rewind_spikes": True, "fp16": True}, "--rewind_spikes: in fp16, the loss scaler decides"),
+        ({"rewind_spikes": True, "skip_spikes": True}, "Leave out --skip_spikes"),
+        # The toy trainer saves nothing.
+        ({"rewind_spikes": True}, "--save_strategy no"),
+    ],
 )
 def test_what_cannot_skip_says_so(tmp_path, changes, words, monkeypatch):
     args = make_trainer(tmp_path, easy_rows()).args
-    for name, value in ({"skip_spikes": True} | changes).items():
+    for name, value in changes.items():
         monkeypatch.setattr(args, name, value, raising=False)
     with pytest.raises(UserError, match=words):
         check_spikes(args)
