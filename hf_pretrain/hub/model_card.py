@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..reports.metrics import METRICS, NATS, find_evaluations
+from ..runtime.modelscope import PREFIX
 from ..runtime.names import DatasetName, is_local, public_name, split_hub_name
 from ..runtime.package_models import package_model
 from ..weights.adapters import is_adapted
@@ -175,6 +176,9 @@ def _render(
         **metadata,
     )
     facts |= {"title": name, "tables": (tables or {}) | {"Architecture": _architecture(model)}}
+    if repo_id.startswith(PREFIX):
+        # Programs that know the Hub alone read the directory into which the card downloads.
+        facts["modelscope_id"], repo_id = repo_id.removeprefix(PREFIX), name
     facts |= {"repo_id": repo_id, "format": format, "is_reward": is_reward, "has_tokenizer": has_tokenizer}
     template = Path(__file__).with_name("model_card.md.jinja")
     return f"{ModelCard.from_template(card_data, template_path=str(template), **facts)}\n"

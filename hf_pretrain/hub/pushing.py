@@ -33,6 +33,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, logging
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from ..model.configuration_minimind import CODE_FILES
+from ..runtime import modelscope
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
 
@@ -64,6 +65,9 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
     Raises:
         `UserError`: if the Hub refuses or cannot be reached, with the reason.
     """
+    if repo_id.startswith(modelscope.PREFIX):
+        modelscope.create(repo_id, private=private)
+        return repo_id
     hub = HfApi()
     get_session().timeout = ANSWER_SECONDS
     try:
@@ -109,21 +113,31 @@ def push_folder(
     Raises:
         `UserError`: if the push fails, with the reason and the command that tries again.
     """
-    api = HfApi()
     # Names, not patterns such as *.json: the directory of a run also holds rows of the training data.
     names = published_files(folder, also=also)
     try:
         with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=folder) as staging:
             for name in names:
                 link_or_copy(Path(folder, name), Path(staging, name))
-            api.upload_folder(repo_id=repo_id, folder_path=staging, commit_message=message, revision=revision)
+            return _upload(repo_id, staging, message=message, revision=revision)
     # As above, catch every type of error: the user gets the reason and the command.
     except Exception as error:
         command = shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
+        if repo_id.startswith(modelscope.PREFIX):
+            target = repo_id.removeprefix(modelscope.PREFIX)
+            command = shlex.join(["modelscope", "upload", target, str(folder), "--include", *names])
         raise UserError(
             f"The push to {repo_id} failed: {describe_error(error)}. The files are in {folder}; push them with "
             f"`{command}`."
         ) from error
+
+
+def _upload(repo_id: str, folder: str | Path, *, message: str | None, revision: str | None, **how: Any) -> str:
+    """Upload all files of a directory in one commit, and return the address of the repository."""
+    if repo_id.startswith(modelscope.PREFIX):
+        return modelscope.upload(repo_id, folder, message=message, revision=revision)
+    api = HfApi()
+    api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, **how)
     return f"{api.endpoint}/{repo_id}"
 
 
@@ -222,10 +236,10 @@ class HubPusher:
                 run = read_manifest(manifest.parent)["run"]
                 manifest.unlink()
                 write_manifest(manifest.parent, _public(run))
-            self._hub.upload_folder(
-                repo_id=self.repo_id,
-                folder_path=staging,
-                commit_message=message,
+            _upload(
+                str(self.repo_id),
+                staging,
+                message=message,
                 revision=self.revision,
                 # Delete and add in one commit: the repository never lacks a checkpoint.
                 delete_patterns=f"{PREFIX_CHECKPOINT_DIR}-*/*" if self.strategy == HubStrategy.CHECKPOINT else None,

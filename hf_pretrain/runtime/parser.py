@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from . import modelscope
 from .bounds import check_bounds
 from .errors import UserError
 from .names import hint
@@ -88,6 +89,9 @@ class RecipeParser(HfArgumentParser):
             # A variable of the shell may be unset. `Path("")` would be the working directory.
             if value == "" and self.get_default(name) != "":
                 raise UserError(f"--{name} is empty. Give it a value, or leave the flag out.")
+            # The target of a push keeps its name.
+            if name != "hub_model_id":
+                setattr(namespace, name, _download(name, value))
         check_bounds(vars(namespace))
         return namespace
 
@@ -95,6 +99,15 @@ class RecipeParser(HfArgumentParser):
         # argparse names all spellings of a flag. The last one that has no dashes is the usual one.
         message = re.sub(r"^argument [^:]*?(--\w+)(/--\w+-[\w-]+)?:", r"\1:", message)
         raise UserError(f"{message}. `--help` lists the flags.")
+
+
+def _download(name: str, value: Any) -> Any:
+    """Return the value of an argument with paths in place of names of ModelScope."""
+    if isinstance(value, list):
+        return [_download(name, each) for each in value]
+    if not isinstance(value, str) or not value.startswith(modelscope.PREFIX):
+        return value
+    return modelscope.download(value, repo_type="dataset" if "data" in name else "model")
 
 
 def own_fields(cls: type) -> set[str]:
