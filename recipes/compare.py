@@ -36,7 +36,7 @@ def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument("--output", help="file to write; by default the run's report.html, or comparison.html")
-    parser.add_argument("--language", choices=tuple(LANGUAGES), default="en", help="language of the page")
+    parser.add_argument("--language", choices=tuple(LANGUAGES), help="by default the browser's")
     return parser
 
 

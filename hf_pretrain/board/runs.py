@@ -77,7 +77,7 @@ def show(name: str, t: Translation) -> str:
     run = read(name)
     cards = "".join(f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in _figures(name, run, t))
     charts = "".join(
-        f"<figure><figcaption>{caption}</figcaption>{svg}</figure>"
+        f"<figure><figcaption>{t(caption)}</figcaption>{svg}</figure>"
         for caption, svg in draw_charts([run], expected=_expected(run), size=_SIZE, t=t)
     )
     samples = "".join(
