@@ -6,7 +6,8 @@ Write the page of a run, or one page that compares several runs.
 
 The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that
 differ. A run writes its page, `report.html`, when it ends or stops. This recipe also writes the page of a run that
-still trains, or that was killed. Directories without a run are left out.
+still trains, or that was killed. Directories without a run are left out. The page is in English or Chinese, as the
+browser prefers, unless `--language` says which.
 """
 
 import argparse
