@@ -1,5 +1,6 @@
 """The board in a real browser: real runs that a form or a terminal starts, and the guards in front of the page."""
 
+import asyncio
 import json
 import os
 import re
@@ -187,6 +188,8 @@ def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_
     for name, place in (("新建训练", "#more"), ("对比", "#compare"), ("训练列表", "#runs")):
         page.get_by_role("tab", name=name).click()
         page.locator(place).wait_for()
+        if place == "#more":
+            page.get_by_text("每个打包序列的 token 数。").wait_for()
         # Nothing is wider than the screen.
         assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     page.get_by_role("tab", name="对比").click()
@@ -258,6 +261,13 @@ def test_a_form_becomes_a_command():
         with pytest.raises(ValueError, match="for the name"):
             launching.make_words(actions, "pretrain", "tiny", name, values, "")
     assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
+
+
+def test_a_command_prints_in_the_language_of_the_page():
+    async def last_text() -> str:
+        return [text async for text in launching.run_command("list", language="zh")][-1]
+
+    assert asyncio.run(last_text()).startswith("训练阶段:")
 
 
 def test_every_flag_of_the_form_exists():
