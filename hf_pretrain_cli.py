@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import difflib
 import itertools
+import json
 import logging
 import os
 import re
@@ -27,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +39,7 @@ _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
 STAGES = tuple(runpy.run_path(str(_HERE / "hf_pretrain/runtime/stages.py"))["STAGES"])
+_TEXTS = runpy.run_path(str(_HERE / "hf_pretrain/reports/texts.py"))
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
 COMMANDS = (*STAGES, *TOOLS, "list", "completion")
 # Recipes that can run as several processes.
@@ -256,21 +259,31 @@ def _run_launcher(command: list[str]) -> int:
     return 0
 
 
-def print_list() -> None:
-    """Print the stages and tools with their descriptions, and the presets and configs."""
+def print_list(words: Sequence[str] = ()) -> None:
+    """Print the stages and tools with their descriptions, and the presets and configs, as the words after it say."""
+    parser = _Parser(prog="hf-pretrain list", allow_abbrev=False)
+    languages, default = tuple(_TEXTS["LANGUAGES"]), _TEXTS["terminal_language"]()
+    parser.add_argument("--language", choices=languages, default=default, help="by default the environment's")
+    language = parser.parse_args(words).language
+    t = _TEXTS["translation"](language)
+    chinese = json.loads((RECIPES / "chinese.json").read_text(encoding="utf-8")) if language == "zh" else {}
     for title, names in (("Stages", STAGES), ("Tools", TOOLS)):
-        print(f"{title}:")
+        print(f"{t(title)}:")
         for name in names:
             # Below the quotes.
-            print(f"  {name:14}{(RECIPES / f'{name}.py').read_text(encoding='utf-8').splitlines()[1]}")
-    print("Presets (--preset):")
+            english = (RECIPES / f"{name}.py").read_text(encoding="utf-8").splitlines()[1]
+            print(f"  {name:14}{chinese.get(name, english)}")
+    print(f"{t('Presets')} (--preset):")
     # The first line of its file describes a preset, for pretraining if it has one.
     files = {path.parent.name: path for stage in ("sft", "pretrain") for path in RECIPES.glob(f"*/{stage}.yaml")}
     for name in sorted(files.keys() - {"base"}):
-        print(f"  {name:18}{files[name].read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')}")
-    print(f"DeepSpeed configs (--ds): {', '.join(DS_CONFIGS)}")
-    print(f"accelerate configs (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
-    print("Data (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file, s3://...")
+        english = files[name].read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        print(f"  {name:18}{chinese.get(name, english)}")
+    print(f"DeepSpeed {t('configs')} (--ds): {', '.join(DS_CONFIGS)}")
+    print(f"accelerate {t('configs')} (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
+    print(
+        f"{t('Data')} (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file, s3://..."
+    )
 
 
 def print_completion(shell: str) -> None:
@@ -306,7 +319,7 @@ def show(stage: str, words: list[str]) -> None:
         elif stage == "--version":
             print(version("hf_pretrain"))
         elif stage == "list":
-            print_list()
+            print_list(words)
         elif stage == "completion":
             print_completion(words[0] if words else "bash")
         elif stage in LAUNCHED and asks_for_help(words):

@@ -6,7 +6,8 @@ Write the page of a run, or one page that compares several runs.
 
 The page shows results, curves, samples and events. A page of several runs begins with the arguments and versions that
 differ. A run writes its page, `report.html`, when it ends or stops. This recipe also writes the page of a run that
-still trains, or that was killed. Directories without a run are left out.
+still trains, or that was killed. Directories without a run are left out. The page is in English or Chinese, as the
+browser prefers, unless `--language` says which.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
     parser.add_argument("--output", help="file to write; by default the run's report.html, or comparison.html")
-    parser.add_argument("--language", choices=tuple(LANGUAGES), default="en", help="language of the page")
+    parser.add_argument("--language", choices=tuple(LANGUAGES), help="by default the browser's")
     return parser
 
 

@@ -26,6 +26,7 @@ import json
 import sys
 
 from hf_pretrain.checkpoints.directory import find_newest_run
+from hf_pretrain.reports.texts import LANGUAGES
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.devices import refuse_unused_gpu
 from hf_pretrain.runtime.errors import UserError
@@ -67,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        where = {"host": args.host, "port": args.web_port, "hosts": hosts}
+        where = {"host": args.host, "port": args.web_port, "hosts": hosts, "language": args.language}
         open_page(endpoints, **where, thinking=thinking is not False, tools=tools)
         stop_servers(servers)
     else:
@@ -82,6 +83,7 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--port", type=int, metavar="N", default=8000, help="TCP port")
     parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
     parser.add_argument("--web_port", type=int, metavar="N", default=7860, help="TCP port of the chat page")
+    parser.add_argument("--language", choices=tuple(LANGUAGES), help="of the chat page; by default the browser's")
     parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
     parser.add_argument("--tools", help="calculator, or module.path:NAME of functions, which the chat page runs")
     parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")

@@ -13,6 +13,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # One thread, as in the processes that tests start: on some CPUs, sums over several threads give other bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Otherwise the output would be in the language of the terminal.
+os.environ["LANGUAGE"] = "en"
 # `ATEN_CPU_CAPABILITY=avx2 make test` imitates another CPU. Inductor's cache does not know the difference, and kernels
 # compiled for both in one cache corrupt memory.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):

@@ -120,7 +120,10 @@ def test_the_command_describes_itself_without_torch():
     assert output("--version").strip() == hf_pretrain.__version__ == importlib.metadata.version("hf_pretrain")
     assert "hf-pretrain list" in output("help") and "--launcher" in output("help")
     names = {*hf_pretrain.PRESETS, *(path.stem for path in (ROOT / "recipes").glob("*.py"))}
-    assert set(re.findall(r"^  (\S+) ", output("list"), re.MULTILINE)) == names
+    for words, title in (([], "Stages:"), (["--language", "zh"], "训练阶段:")):
+        listed = output("list", *words)
+        assert set(re.findall(r"^  (\S+) ", listed, re.MULTILINE)) == names and listed.startswith(title)
+    assert "embedded" in listed and "Pretrain" not in listed
 
 
 @pytest.mark.parametrize("words", ["list", "--version", "sft --help", "completion"])

@@ -149,7 +149,7 @@ def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_re
     assert f"Optimizer          muon, learning rate {8e-3 * 192 / 32:g}" in output
     assert entry["metrics"]["eval_loss"] == final["eval_loss"]
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert f"{final['eval_loss']:.4f} nats per token" in page and "bad lines" not in page
+    assert f'{final["eval_loss"]:.4f} <span lang="en">nats per token' in page and "bad lines" not in page
     again = start(command)
     assert again.returncode == 2 and "is not empty" in again.stdout
 

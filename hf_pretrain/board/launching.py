@@ -82,10 +82,11 @@ def command_of(*words: str) -> list[str]:
     return [sys.executable, hf_pretrain_cli.__file__, *words]
 
 
-async def run_command(*words: str) -> AsyncIterator[str]:
+async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
     """Run a command of `hf-pretrain`, and yield what it has printed so far. It ends with the page that waits."""
+    environment = os.environ | {"LANGUAGE": language}
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = await asyncio.create_subprocess_exec(*command_of(*words), **streams)
+    process = await asyncio.create_subprocess_exec(*command_of(*words), **streams, env=environment)
     text = ""
     try:
         assert process.stdout is not None

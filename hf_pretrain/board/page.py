@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import hf_pretrain_cli
+
 from ..model.presets import PRESETS
 from ..reports.texts import LANGUAGES, Translation, translation
 from ..runtime.errors import needing_extra
@@ -44,7 +46,7 @@ def make_page(language: str, flags: dict[str, Any]) -> gr.Blocks:
         with gr.Tab(t("Runs")):
             _add_runs(page, timer, t)
         with gr.Tab(t("New run")):
-            _add_form(page, flags, t)
+            _add_form(page, flags, language, t)
         with gr.Tab(t("Compare")):
             _add_comparison(timer, language, t)
     return page.queue(default_concurrency_limit=None)
@@ -148,7 +150,7 @@ def _link(name: str, t: Translation) -> str:
     return f'<a href="{escape(read_json(place)["url"])}" target="_blank" rel="noopener">{t("Open the chat")}</a>'
 
 
-def _make_field(flag: str, flags: dict[str, Any]) -> gr.Dropdown | gr.Textbox:
+def _make_field(flag: str, flags: dict[str, Any], info: str | None) -> gr.Dropdown | gr.Textbox:
     """Return the field of a flag. If it is empty, the flag is left out."""
     action = next((actions[flag] for actions in flags.values() if flag in actions), None)
     if action is None:
@@ -156,7 +158,7 @@ def _make_field(flag: str, flags: dict[str, Any]) -> gr.Dropdown | gr.Textbox:
         return gr.Textbox(visible=False)
     about: dict[str, Any] = {
         "label": flag,
-        "info": (action.help or "").replace("%%", "%"),
+        "info": info or (action.help or "").replace("%%", "%"),
         "elem_id": f"flag-{flag}",
         "min_width": 280,
     }
@@ -172,13 +174,14 @@ def _words(action: Any) -> list[str]:
     return [str(word) for word in action.choices or (("true", "false") if action.nargs == "?" else ())]
 
 
-def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
+def _add_form(page: gr.Blocks, flags: dict[str, Any], language: str, t: Translation) -> None:
     with gr.Row():
         stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
         preset = gr.Dropdown(["auto", *PRESETS], value="auto", label=t("Preset"), elem_id="preset", min_width=200)
         name = gr.Textbox(label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
+    chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if language == "zh" else {}
     with gr.Accordion(t("Settings"), elem_id="settings"), gr.Row():
-        fields = [_make_field(flag, flags) for flag in FLAGS]
+        fields = [_make_field(flag, flags, chinese.get(flag)) for flag in FLAGS]
     more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
     plan = gr.Button(t("Make the plan"), elem_id="make-plan")
@@ -191,7 +194,7 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], t: Translation) -> None:
     )
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
     everything: list[Any] = [stage, preset, name, more, *fields]
-    handlers, quiet = _Form(flags, t), {"show_progress": "hidden"}
+    handlers, quiet = _Form(flags, language, t), {"show_progress": "hidden"}
     gr.on([page.load, stage.change, preset.change], handlers.choose, [stage, preset], [name, *fields], **quiet)
     gr.on([each.change for each in everything], handlers.show_command, everything, [command, start], **quiet)
     plan.click(handlers.make_plan, everything, [planned, start])
@@ -204,11 +207,12 @@ class _Form:
 
     Args:
         flags (`dict`): the flags of each stage.
+        language (`str`): a key of `LANGUAGES`.
         t (`Callable`): translates texts.
     """
 
-    def __init__(self, flags: dict[str, Any], t: Translation):
-        self.flags, self.t = flags, t
+    def __init__(self, flags: dict[str, Any], language: str, t: Translation):
+        self.flags, self.language, self.t = flags, language, t
 
     def choose(self, stage: str, preset: str) -> list[Any]:
         """Show the flags of a stage with the defaults of a preset, and propose a name that no run has."""
@@ -243,7 +247,7 @@ class _Form:
     async def make_plan(self, *values: str) -> AsyncIterator[list[Any]]:
         """Show the output of a dry run while it grows. After a mistake, nothing can be started."""
         text = ""
-        async for text in run_command(*self._read(*values), "--dry_run"):
+        async for text in run_command(*self._read(*values), "--dry_run", language=self.language):
             yield [text, gr.skip()]
         yield [text, gr.Button(interactive=not text.rpartition("\n")[2].startswith("exit status"))]
 

@@ -12,7 +12,7 @@ import hf_pretrain_cli
 from ..reports.page import Line, draw_charts
 from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
 from ..reports.texts import Translation
-from ..runtime.writing import LOCK_NAME, find_holder
+from ..runtime.writing import LOCK_NAME, find_holder, find_reason
 from ..weights.weight_files import read_json
 
 
@@ -77,7 +77,7 @@ def show(name: str, t: Translation) -> str:
     run = read(name)
     cards = "".join(f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in _figures(name, run, t))
     charts = "".join(
-        f"<figure><figcaption>{caption}</figcaption>{svg}</figure>"
+        f"<figure><figcaption>{t(caption)}</figcaption>{svg}</figure>"
         for caption, svg in draw_charts([run], expected=_expected(run), size=_SIZE, t=t)
     )
     samples = "".join(
@@ -94,8 +94,9 @@ def show(name: str, t: Translation) -> str:
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
     """Yield labels and texts of the newest figures."""
     state = state_of(name)
-    why = f": {run.last_launch['stopped']}" if state == "stopped" else ""
-    yield f"out/{escape(name)}", t(state) + why
+    reasons = {"stopped": run.last_launch.get("stopped"), "interrupted": find_reason(OUT / name / LOCK_NAME)}
+    why = reasons.get(state)
+    yield f"out/{escape(name)}", t(state) + (f": {why}" if why else "")
     if step := run.last("step"):
         yield t("Step"), f"{step:,} / {_total(name, run) or '?'}"
     if state == "running" and run.seconds_left is not None:

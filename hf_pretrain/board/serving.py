@@ -86,6 +86,8 @@ def make_app(*, hosts: list[str], token: str, language: str | None) -> FastAPI:
     def choose(request: Request) -> RedirectResponse:
         return RedirectResponse(f"/{language or preferred_language(request.headers.get('accept-language', ''))}/")
 
+    # Browsers ask for it at the root, and gradio has one below each page.
+    app.get("/favicon.ico")(lambda: RedirectResponse("/en/favicon.ico"))
     how = {"theme": THEME, "css": CSS, "head": HEAD, "footer_links": [], "max_file_size": 1}
     for each in LANGUAGES:
         app = gr.mount_gradio_app(app, make_page(each, flags), f"/{each}", **how)

@@ -195,7 +195,12 @@ def _make_settings(thinking: bool, t: gr.I18n) -> list[gr.components.Component]:
 
 
 def make_page(
-    endpoints: list[Endpoint], *, t: gr.I18n, thinking: bool = True, tools: tuple[list[Message] | None, Functions]
+    endpoints: list[Endpoint],
+    *,
+    t: gr.I18n,
+    language: str | None = None,
+    thinking: bool = True,
+    tools: tuple[list[Message] | None, Functions],
 ) -> gr.Blocks:
     """
     Return the page for one or two models. `page.launch(i18n=t)` serves it.
@@ -203,6 +208,7 @@ def make_page(
     Args:
         endpoints (`list[Endpoint]`): the models.
         t ([`~gradio.I18n`]): the texts, which each browser gets in its language.
+        language (`str`, *optional*): the language of messages; by default the browser's.
         thinking (`bool`): the initial setting.
         tools (`tuple`): the result of [`~inference.tools.offer_tools`].
     """
@@ -223,13 +229,15 @@ def make_page(
             clear = gr.Button(t("New chat"), elem_id="clear", min_width=130)
         with gr.Accordion(t("Settings"), open=False, elem_id="settings"):
             settings = _make_settings(thinking, t)
-        everything = [*chats, *histories]
-        begun = gr.on([question.submit, send.click], _ask, [question, *histories], [question, *everything])
+        everything, quiet = [*chats, *histories], {"show_progress": "hidden"}
+        begun = gr.on(
+            [question.submit, send.click], _asking(language), [question, *histories], [question, *everything]
+        )
         running = [
-            begun.success(_answering(endpoint, tools), [history, *settings], [chat, history], show_progress="hidden")
+            begun.success(_answering(endpoint, tools, language), [history, *settings], [chat, history], **quiet)
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
-        stop.click(None, cancels=running).then(_wait_for_end).then(_end, histories, everything)
+        stop.click(None, cancels=running).then(_wait_for_end).then(_ending(language), histories, everything)
         # Each chat has a button to clear it, which must not leave its history behind.
         cleared = gr.on([clear.click, *(chat.clear for chat in chats)], None, cancels=running)
         cleared.then(_wait_for_end).then(lambda: [[] for _ in everything], None, everything)
@@ -237,8 +245,8 @@ def make_page(
     return page.queue(default_concurrency_limit=None)
 
 
-def _language_of(request: gr.Request) -> Translation:
-    return translation(preferred_language(request.headers.get("accept-language", "")))
+def _language_of(request: gr.Request, language: str | None) -> Translation:
+    return translation(language or preferred_language(request.headers.get("accept-language", "")))
 
 
 def _both(histories: list[History], t: Translation) -> list[Any]:
@@ -246,23 +254,28 @@ def _both(histories: list[History], t: Translation) -> list[Any]:
     return [*(show(history, t) for history in histories), *histories]
 
 
-def _ask(request: gr.Request, text: str, *histories: History) -> list[Any]:
-    t = _language_of(request)
-    if any(history and history[-1].get("is_running") for history in histories):
-        # The page shows the error, and keeps the typed text.
-        raise gr.Error(t("Wait for the end of the answer, or press Stop."), print_exception=False)
-    if not text.strip():
-        raise gr.Error(t("Type a message first."), print_exception=False)
-    return ["", *_both([begin_answer(history, text) for history in histories], t)]
+def _asking(language: str | None) -> Any:
+    """Return the handler of a question."""
+
+    def ask(request: gr.Request, text: str, *histories: History) -> list[Any]:
+        t = _language_of(request, language)
+        if any(history and history[-1].get("is_running") for history in histories):
+            # The page shows the error, and keeps the typed text.
+            raise gr.Error(t("Wait for the end of the answer, or press Stop."), print_exception=False)
+        if not text.strip():
+            raise gr.Error(t("Type a message first."), print_exception=False)
+        return ["", *_both([begin_answer(history, text) for history in histories], t)]
+
+    return ask
 
 
-def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]) -> Any:
+def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions], language: str | None) -> Any:
     """Return the handler that lets a model write the answer that [`begin_answer`] has begun, and runs the tools."""
     schemas, functions = tools
 
     async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
         _growing[request.session_hash] += 1
-        t = _language_of(request)
+        t = _language_of(request, language)
         try:
             now = history[:-1]
             for _ in range(MAX_TOOL_ROUNDS):
@@ -284,13 +297,19 @@ async def _wait_for_end(request: gr.Request) -> None:
         await asyncio.sleep(0.02)
 
 
-def _end(request: gr.Request, *histories: History) -> list[Any]:
-    """End the answers that were cancelled. The server ends with the connection."""
-    ended = [[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories]
-    return _both(ended, _language_of(request))
+def _ending(language: str | None) -> Any:
+    """Return the handler that ends the answers that were cancelled. The server ends with the connection."""
+
+    def end(request: gr.Request, *histories: History) -> list[Any]:
+        ended = [[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories]
+        return _both(ended, _language_of(request, language))
+
+    return end
 
 
-def open_page(endpoints: list[Endpoint], *, host: str, port: int, hosts: list[str], **options: Any) -> None:
+def open_page(
+    endpoints: list[Endpoint], *, host: str, port: int, hosts: list[str], language: str | None, **options: Any
+) -> None:
     """
     Serve the page of [`make_page`] for models that are served already, until the user stops it with Ctrl-C. It answers
     under the names `hosts` ([`~inference.serving.HostGuard`]).
@@ -299,8 +318,8 @@ def open_page(endpoints: list[Endpoint], *, host: str, port: int, hosts: list[st
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, [os.environ.get(name), "localhost", "127.0.0.1", host]))
     print(f"The chat page is at http://{host}:{port}", flush=True)
-    t = gr.I18n(**{key: {text: translation(key)(text) for text in TEXTS} for key in LANGUAGES})
-    make_page(endpoints, t=t, **options).launch(
+    t = gr.I18n(**{key: {text: translation(language or key)(text) for text in TEXTS} for key in LANGUAGES})
+    make_page(endpoints, t=t, language=language, **options).launch(
         i18n=t,
         server_name=host,
         server_port=port,

@@ -1,3 +1,3 @@
 """
-The metrics and the files of a run, and the page of one or several runs: HTML without scripts that needs no network.
+The metrics and the files of a run, the page of one or several runs, which needs no network, and the texts in Chinese.
 """

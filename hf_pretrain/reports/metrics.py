@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .texts import Translation
+
 
 NATS = "nats per token"
 
@@ -37,6 +39,17 @@ class Metric:
     def unit_in(self, loss_unit: str) -> str:
         """Return the unit in a run whose loss has the unit `loss_unit`; preference losses have other units."""
         return loss_unit if self.key == "eval_loss" else self.unit
+
+    def describe(
+        self, value: float, loss_unit: str, *, before: float | None, unigram_loss: float | None, t: Translation
+    ) -> str:
+        """Return a value with its unit, the value before the training, and the loss of a unigram model."""
+        text = f"{value:.4f} " + t(self.unit_in(loss_unit))
+        if before is not None:
+            text += " " + t("({value} before)", value=f"{before:.4f}")
+        if self.key == "eval_loss" and unigram_loss is not None:
+            text += " " + t("(a unigram model: {value})", value=f"{unigram_loss:.4f}")
+        return text.rstrip()
 
 
 METRICS = (

@@ -1,24 +1,27 @@
 """
 `report.html`: the page of one run, or one page that compares several runs.
 
-The page is one file without scripts that needs no network: text, tables and SVG charts.
+The page is one file that needs no network: text, tables and SVG charts. Unless a language is named, it holds the texts
+in both languages, and its only script shows those of the browser's language. Without scripts, it is in English.
 """
 
 import io
 import itertools
-import warnings
+import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ..runtime.writing import written_whole
 from .metrics import METRICS, named_figures
 from .run_files import Run
-from .texts import Translation, translation
+from .texts import LANGUAGES, Translation, translation
 
 
 # Each run has the same colour on all charts.
@@ -50,7 +53,7 @@ _environment = Environment(loader=PackageLoader("hf_pretrain.reports", ""), auto
 
 
 def write_page(
-    runs: list[Run], path: Path, *, title: str | None = None, notes: Sequence[str] = (), language: str = "en"
+    runs: list[Run], path: Path, *, title: str | None = None, notes: Sequence[str] = (), language: str | None = None
 ) -> None:
     """
     Write the page of runs.
@@ -60,12 +63,13 @@ def write_page(
         path (`Path`): the file to write.
         title (`str`, *optional*): its heading; by default the names of the runs.
         notes (`Sequence[str]`): sentences below the heading.
-        language (`str`): `en` or `zh`.
+        language (`str`, *optional*): `en` or `zh`; by default the browser's.
     """
-    t = translation(language)
-    names, headlines = [run.name for run in runs], [dict(_headlines(run)) for run in runs]
+    t = translation(language) if language else _in_both
+    names, headlines = [run.name for run in runs], [dict(_headlines(run, t)) for run in runs]
     text = _environment.get_template("page.html.jinja").render(
-        title=title or (t("Comparison of ") * (len(runs) > 1) + ", ".join(names)),
+        title=title or ", ".join(names),
+        is_comparison=title is None and len(runs) > 1,
         language=language,
         t=t,
         notes=notes,
@@ -74,12 +78,19 @@ def write_page(
         differences=find_differences(runs),
         headlines=headlines,
         labels=list(dict.fromkeys(itertools.chain.from_iterable(headlines))),
-        charts=list(draw_charts(runs, t=t)),
+        charts=list(draw_charts(runs, t=t if language else partial(_in_both, tag="tspan"))),
     )
     # A browser must not read half a page.
     with written_whole(path.parent) as scratch:
         # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
         (scratch / path.name).write_text(text, encoding="utf-8", errors="replace")
+
+
+def _in_both(text: str, *, tag: str = "span", **fields: object) -> Markup:
+    """Return a text in both languages, as HTML. The style of the page shows one of them."""
+    texts = {language: translation(language)(text, **fields) for language in LANGUAGES}
+    parts = [Markup(f'<{tag} lang="{language}">{escape(each)}</{tag}>') for language, each in texts.items()]
+    return Markup().join(parts) if len({*texts.values()}) > 1 else escape(texts["en"])
 
 
 def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
@@ -94,18 +105,15 @@ def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def _headlines(run: Run) -> list[tuple[str, str]]:
+def _headlines(run: Run, t: Translation) -> list[tuple[str, str]]:
     """Return the final figures of a run as pairs of label and text."""
     figures = []
     for metric in METRICS:
         if (value := run.last(metric.key)) is not None:
-            text = f"{value:.4f} {metric.unit_in(run.loss_unit)}".rstrip()
             first = next(entry for entry in run.log if metric.key in entry)
-            if first["step"] == 0 and run.log[-1]["step"] > 0:
-                text += f" ({first[metric.key]:.4f} before)"
-            if metric.key == "eval_loss" and run.unigram_loss is not None:
-                text += f" (a unigram model: {run.unigram_loss:.4f})"
-            figures.append((metric.label, text))
+            before = first[metric.key] if first["step"] == 0 and run.log[-1]["step"] > 0 else None
+            known = {"before": before, "unigram_loss": run.unigram_loss}
+            figures.append((metric.label, metric.describe(value, run.loss_unit, **known, t=t)))
     named = named_figures(itertools.chain.from_iterable(run.log))
     figures += [(label, f"{run.last(key):.4f}") for key, label in named.items()]
     if run.log:
@@ -113,7 +121,7 @@ def _headlines(run: Run) -> list[tuple[str, str]]:
     if tokens := run.last("num_input_tokens_seen"):
         figures.append(("tokens seen", f"{tokens:,}"))
     if seconds := sum(entry.get("training_seconds", 0.0) for entry in run.log):
-        figures.append(("time of training", f"{seconds / 60:,.1f} min"))
+        figures.append(("time of training", t("{minutes} min", minutes=f"{seconds / 60:,.1f}")))
     return figures
 
 
@@ -127,7 +135,7 @@ def draw_charts(
         runs (`list` of [`Run`]): the runs.
         expected (`Sequence`): more lines for the loss over tokens.
         size (`tuple`): width and height of a chart in inches, which decide how large its text is.
-        t (`Callable`): translates titles and labels.
+        t (`Callable`): translates the labels, into HTML.
     """
     units = {run.loss_unit for run in runs}
     y_labels = {"reward": "mean reward", "loss": f"loss ({units.pop()})" if len(units) == 1 else "loss"}
@@ -145,11 +153,11 @@ def draw_charts(
         if len(places) == 1 or len({*places}) > 1:
             lines += expected if (measure, over) == ("loss", "tokens") else []
             chart = draw_chart(lines, x_label=_X_LABELS[over], y_label=y_labels[measure], size=size, t=t)
-            yield t(f"{measure.capitalize()} over {over}"), chart
+            yield f"{measure.capitalize()} over {over}", chart
     for title, key, y_label in _CHARTS:
         if lines := _lines(runs, key):
             labels = {"x_label": _X_LABELS["tokens"], "y_label": y_label}
-            yield t(title), draw_chart(lines, **labels, from_zero=key in _FROM_ZERO, size=size, t=t)
+            yield title, draw_chart(lines, **labels, from_zero=key in _FROM_ZERO, size=size, t=t)
 
 
 def _lines(
@@ -190,8 +198,8 @@ def draw_chart(
     for label, x, y, style in lines:
         # A single point has no line: show it as a dot.
         default: dict[str, Any] = {"linewidth": 1.4, "marker": "o" if len(x) == 1 else None}
-        axes.plot(x, y, label=t(label), **default | style)
-    axes.set(xlabel=t(x_label), ylabel=t(y_label))
+        axes.plot(x, y, label=label, **default | style)
+    axes.set(xlabel=x_label, ylabel=y_label)
     if from_zero:
         axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
@@ -200,8 +208,7 @@ def draw_chart(
     text = io.StringIO()
     # Keep text as text, in the font of the page. The salt makes the ids depend on the figure alone.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_pretrain", "font.family": "sans-serif"}):
-        # matplotlib measures Chinese text with a font that lacks it. The browser draws it with another one.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
-    # Leave out the XML declaration.
-    return text.getvalue()[text.getvalue().index("<svg") :]
+    # Leave out the XML declaration. matplotlib has no font for Chinese text, and the browser has.
+    svg = text.getvalue()[text.getvalue().index("<svg") :]
+    return re.sub("(?<=>)[^<>]+(?=</text>)", lambda label: t(label[0]), svg)

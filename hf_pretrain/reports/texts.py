@@ -1,12 +1,18 @@
-"""The texts of the pages in two languages. The English text is the key of the Chinese one."""
+"""
+The texts of pages and listings in two languages. The English text is the key of the Chinese one.
 
+The command reads this file without importing the package, so it imports only the standard library.
+"""
+
+import os
 import re
 from collections.abc import Callable
+from unicodedata import east_asian_width
 
 
 LANGUAGES = {"en": "English", "zh": "中文"}
-# Returns a text in the language of a page.
-Translation = Callable[[str], str]
+# Returns a text in a language. Keyword arguments fill the names in its braces.
+Translation = Callable[..., str]
 
 _CHINESE = {
     # Charts
@@ -25,6 +31,10 @@ _CHINESE = {
     "tokens (millions)": "token（百万）",
     "minutes of training": "训练分钟数",
     "loss (nats per token)": "损失（nats/token）",
+    "nats per token": "nats/token",
+    "({value} before)": "（训练前 {value}）",
+    "(a unigram model: {value})": "（一元模型：{value}）",
+    "{minutes} min": "{minutes} 分钟",
     "loss": "损失",
     "mean reward": "平均奖励",
     "share of the pairs": "偏好对的占比",
@@ -126,6 +136,43 @@ _CHINESE = {
     "Compare": "对比",
     "Runs to compare": "要对比的训练",
     "Show the report": "显示报告",
+    # The plan of a run, and its report in a terminal
+    "Model": "模型",
+    "Data": "数据",
+    "Budget": "预算",
+    "Steps": "步数",
+    "Tokens": "token 数",
+    "Optimizer": "优化器",
+    "Time": "时间",
+    "Disk": "磁盘",
+    "Files": "文件",
+    "Checkpoint": "检查点",
+    "Sample": "样例",
+    "{total} M parameters, {active} M active per token, {flops} MFLOP per token": (
+        "{total} M 个参数，每个 token 激活 {active} M，每个 token {flops} MFLOP"
+    ),
+    "{steps} of {rows} sequences each, {passes}": "{steps}，每步 {rows} 个序列，{passes}",
+    "streamed": "流式读取",
+    "{number} passes over {rows} sequences": "遍历 {rows} 个序列 {number} 遍",
+    "about {tokens}, {each} per parameter": "约 {tokens}，每个参数 {each}",
+    "peak learning rate": "峰值学习率",
+    "peak of {peak} GiB per process in the measured steps": "试跑时每个进程的峰值为 {peak} GiB",
+    ", of {total} GiB": "，共 {total} GiB",
+    ", of {limit} GiB that Metal recommends as the most": "，Metal 建议不超过 {limit} GiB",
+    "; {free} GiB of the memory that GPU and CPU share are free": "；GPU 与 CPU 共用的内存有 {free} GiB 空闲",
+    " (a longer run on a CPU may hold twice as much)": "（在 CPU 上，较长的训练可能占用两倍）",
+    "{pace} s per step, {all} of training, without evaluations": "每步 {pace} 秒，训练共 {all}，不含评测",
+    "{size} MB per checkpoint, {kept} kept, of {free} GB free": (
+        "每个检查点 {size} MB，保留 {kept} 个，磁盘空闲 {free} GB"
+    ),
+    "all": "全部",
+    "model, checkpoints, run.json, report.html": "模型、检查点、run.json、report.html",
+    "prepared data": "处理好的数据",
+    # `hf-pretrain list`. Descriptions are in recipes/chinese.json, beside the English ones.
+    "Stages": "训练阶段",
+    "Tools": "工具",
+    "Presets": "预设",
+    "configs": "配置",
     # The chat page
     "System message": "系统消息",
     "Temperature": "温度",
@@ -146,8 +193,31 @@ TEXTS = tuple(_CHINESE)
 
 
 def translation(language: str) -> Translation:
-    """Return the function that translates the texts of a page. It keeps texts without a translation."""
-    return str if language == "en" else lambda text: _CHINESE.get(text, text)
+    """Return the function that translates texts. It keeps texts without a translation."""
+    table = _CHINESE if language == "zh" else {}
+
+    def translate(text: str, **fields: object) -> str:
+        found = table.get(text, text)
+        return found.format(**fields) if fields else found
+
+    return translate
+
+
+def format_rows(rows: list[tuple[str, str]], t: Translation, *, width: int) -> str:
+    """Return a line per row: a label, which is translated and has at least `width` columns, and a text."""
+    labels = [t(label) for label, _ in rows]
+    # A Chinese character is two columns wide.
+    columns = [sum(1 + (east_asian_width(each) in "WF") for each in label) for label in labels]
+    gaps = [" " * (max(width, *columns) + 1 - used) for used in columns]
+    parts = zip(labels, gaps, rows, strict=True)
+    return "\n".join(label[:1].upper() + label[1:] + gap + text for label, gap, (_, text) in parts)
+
+
+def terminal_language() -> str:
+    """Return the language of this package for a terminal, from the environment."""
+    # As gettext does: the first variable that has a value decides.
+    names = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")
+    return "zh" if next(filter(None, map(os.environ.get, names)), "").startswith("zh") else "en"
 
 
 def preferred_language(accepted: str) -> str:

@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from .errors import UserError
 from .signals import interrupt
-from .writing import refused_write
+from .writing import leave_reason, refused_write
 
 
 EXIT_MISTAKE = 2
@@ -189,6 +189,7 @@ def one_line_errors() -> Iterator[None]:
         elif (refusal := _refusal_of_a_disk(error)) is None and isinstance(error, OSError | SyntaxError):
             # They name the file, or the server. The readers of damaged files raise `UserError`.
             mistake = f"{str(error) or type(error).__name__}. Check the names and the files of this command."
+        leave_reason(refusal or mistake or f"{type(error).__name__}: {error}")
         if not is_quiet() or (mistake is None and refusal is None):
             raise
         # The other ranks would repeat the first rank's line, so they first give the launcher time to end them.

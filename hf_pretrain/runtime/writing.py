@@ -105,6 +105,20 @@ def write_holder(path: Path, pid: int, **fields: str) -> None:
     path.write_text(json.dumps(holder | fields), encoding="utf-8")
 
 
+def leave_reason(reason: str) -> None:
+    """Write into the locks of this process why it ends. They stay behind, and the next holder overwrites them."""
+    for path in _locks:
+        with suppress(OSError):
+            write_holder(path, os.getpid(), error=reason)
+
+
+def find_reason(path: Path) -> str | None:
+    """Return what [`leave_reason`] has written into a lock."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["error"])
+    return None
+
+
 def find_holder(path: Path) -> psutil.Process | None:
     """Return the process that [`write_holder`] wrote into a file, if it lives and runs on this machine."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):

@@ -18,6 +18,7 @@ from datasets.config import HF_DATASETS_CACHE
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
+from ..reports.texts import Translation, format_rows, translation
 from ..runtime.command_line import announce
 from ..weights.adapters import base_model_of
 from .budgets import BUDGETS, whole_model
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
 NUM_STEPS = 4
 
 
-def format_plan(trainer: "RunTrainer") -> str:
+def format_plan(trainer: "RunTrainer", *, language: str = "en") -> str:
     """
     Train a few steps, and return the plan. All ranks must call this function.
 
     Args:
         trainer ([`~training.base_trainer.RunTrainer`]): the trainer of a run that began with `settle_dry_run`.
+        language (`str`): `en` or `zh`. What the run records, such as the counts of its data, is English.
     """
+    t = translation(language)
     # The losses of these steps tell the user nothing.
     for printer in (PrinterCallback, ProgressCallback):
         trainer.pop_callback(printer)
@@ -48,15 +51,14 @@ def format_plan(trainer: "RunTrainer") -> str:
     args, state, num_steps = trainer.args, trainer.state, trainer.state.max_steps
     whole = whole_model(base_model_of(trainer.accelerator.unwrap_model(trainer.model)).config)
     number = whole.num_parameters()
+    counts = {"total": number, "active": num_active_parameters(whole), "flops": flops_per_token(whole)}
+    sizes = {name: f"{count / 1e6:,.1f}" for name, count in counts.items()}
+    steps = {"steps": f"{num_steps:,}", "rows": args.rows_per_step, "passes": _describe_passes(trainer, t)}
     lines = [
-        (
-            "Model",
-            f"{number / 1e6:,.1f} M parameters, {num_active_parameters(whole) / 1e6:,.1f} M active per token, "
-            f"{flops_per_token(whole) / 1e6:,.0f} MFLOP per token",
-        ),
+        ("Model", t("{total} M parameters, {active} M active per token, {flops} MFLOP per token", **sizes)),
         *(("" if i else "Data", line) for i, line in enumerate(trainer.run.facts.data)),
         *(("Budget", f"--{name} {vars(args)[name]}") for name in BUDGETS if vars(args)[name] is not None),
-        ("Steps", f"{num_steps:,} of {args.rows_per_step} sequences each, {_describe_passes(trainer)}"),
+        ("Steps", t("{steps} of {rows} sequences each, {passes}", **steps)),
     ]
     times = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
     # The first step also compiles.
@@ -64,16 +66,15 @@ def format_plan(trainer: "RunTrainer") -> str:
     duration = timedelta(seconds=round(seconds * num_steps))
     tokens = state.num_input_tokens_seen / state.global_step * num_steps
     lines += [
-        ("Tokens", f"about {tokens:,.0f}, {tokens / number:.3g} per parameter"),
-        ("Optimizer", f"{optimizer_name(args)}, peak learning rate {args.learning_rate:g}"),
-        ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device))),
-        ("Time", f"{seconds:.3g} s per step, {duration} of training, without evaluations"),
-        ("Disk", _describe_disk(trainer)),
-        ("Files", f"{trainer.run.planned_dir}: model, checkpoints, run.json, report.html"),
-        ("", f"{HF_DATASETS_CACHE}: prepared data"),
+        ("Tokens", t("about {tokens}, {each} per parameter", tokens=f"{tokens:,.0f}", each=f"{tokens / number:.3g}")),
+        ("Optimizer", f"{optimizer_name(args)}, {t('peak learning rate')} {args.learning_rate:g}"),
+        ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device), t)),
+        ("Time", t("{pace} s per step, {all} of training, without evaluations", pace=f"{seconds:.3g}", all=duration)),
+        ("Disk", _describe_disk(trainer, t)),
+        ("Files", f"{trainer.run.planned_dir}: {t('model, checkpoints, run.json, report.html')}"),
+        ("", f"{HF_DATASETS_CACHE}: {t('prepared data')}"),
     ]
-    width = max(len(label) for label, _ in lines) + 2
-    return "\n".join(f"{label:<{width}}{text}" for label, text in lines)
+    return format_rows(lines, t, width=10)
 
 
 class StopAfterFewSteps(TrainerCallback):
@@ -84,35 +85,37 @@ class StopAfterFewSteps(TrainerCallback):
         control.should_training_stop |= state.global_step >= NUM_STEPS
 
 
-def _describe_passes(trainer: "RunTrainer") -> str:
+def _describe_passes(trainer: "RunTrainer", t: Translation) -> str:
     dataset, state = trainer.train_dataset, trainer.state
     if not isinstance(dataset, datasets.Dataset):
-        return "streamed"
+        return t("streamed")
     # The sampler decides how many steps a pass has. GRPO's repeats each row.
-    return f"{state.max_steps * state.epoch / state.global_step:,.2f} passes over {len(dataset):,} sequences"
+    number = f"{state.max_steps * state.epoch / state.global_step:,.2f}"
+    return t("{number} passes over {rows} sequences", number=number, rows=f"{len(dataset):,}")
 
 
-def _describe_memory(trainer: "RunTrainer", peak_bytes: float) -> str:
+def _describe_memory(trainer: "RunTrainer", peak_bytes: float, t: Translation) -> str:
     """Return the measured peak of the largest process."""
-    text = f"peak of {max(trainer.run.ranks.gather(peak_bytes)) / 2**30:.2f} GiB per process in the measured steps"
+    peak = f"{max(trainer.run.ranks.gather(peak_bytes)) / 2**30:.2f}"
+    text = t("peak of {peak} GiB per process in the measured steps", peak=peak)
     device = trainer.args.device
     if device.type == "cuda":
-        return f"{text}, of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
+        total = torch.cuda.get_device_properties(device).total_memory
+        return text + t(", of {total} GiB", total=f"{total / 2**30:.1f}")
     if device.type == "mps":
         limit, free = torch.mps.recommended_max_memory(), psutil.virtual_memory().available
-        return (
-            f"{text}, of {limit / 2**30:.1f} GiB that Metal recommends as the most; {free / 2**30:.1f} GiB of the "
-            "memory that GPU and CPU share are free"
-        )
+        text += t(", of {limit} GiB that Metal recommends as the most", limit=f"{limit / 2**30:.1f}")
+        return text + t("; {free} GiB of the memory that GPU and CPU share are free", free=f"{free / 2**30:.1f}")
     # Blocks of different sizes fill the heap: a run of `tiny` held 0.83 GiB after 3 steps, and 1.6 after 260.
-    return f"{text} (a longer run on a CPU may hold twice as much)"
+    return text + t(" (a longer run on a CPU may hold twice as much)")
 
 
-def _describe_disk(trainer: "RunTrainer") -> str:
+def _describe_disk(trainer: "RunTrainer", t: Translation) -> str:
     args = trainer.args
     size = checkpoint_bytes(trainer.model, args)
     directory = Path(trainer.run.planned_dir).absolute()
     while not directory.exists():
         directory = directory.parent
     free = shutil.disk_usage(directory).free
-    return f"{size / 1e6:,.0f} MB per checkpoint, {args.save_total_limit or 'all'} kept, of {free / 1e9:,.0f} GB free"
+    sizes = {"size": f"{size / 1e6:,.0f}", "kept": args.save_total_limit or t("all"), "free": f"{free / 1e9:,.0f}"}
+    return t("{size} MB per checkpoint, {kept} kept, of {free} GB free", **sizes)

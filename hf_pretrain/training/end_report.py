@@ -15,6 +15,7 @@ from ..hub.model_card import RunFacts
 from ..model.presets import PRESETS
 from ..reports.metrics import HEADLINES, named_figures
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
+from ..reports.texts import format_rows, translation
 from ..runtime.errors import find_program
 from ..runtime.stages import STAGES
 from .run_directory import RunDirectory
@@ -32,6 +33,7 @@ def format_report(
     *,
     start: dict[str, float] | None = None,
     push_report: str | None = None,
+    language: str = "en",
 ) -> str:
     """
     Return the report that a training recipe prints at its end.
@@ -42,26 +44,23 @@ def format_report(
         samples (`list[tuple[str, str]]`): prompts and generated texts.
         start (`dict[str, float]`, *optional*): validation metrics from before the first step, shown beside the others.
         push_report (`str`, *optional*): one line about the push.
+        language (`str`): `en` or `zh`.
     """
+    t = translation(language)
     rows = [
         ("Checkpoint", str(args.output_dir)),
-        ("Optimizer", f"{optimizer_name(args)}, learning rate {args.learning_rate:g}"),
+        ("Optimizer", f"{optimizer_name(args)}, {t('learning rate')} {args.learning_rate:g}"),
     ]
     for metric in HEADLINES:
         if metric.key in metrics:
-            figure = f"{metrics[metric.key]:.4f} {metric.unit_in(facts.loss_unit)}".rstrip()
-            if metric.key == "eval_loss" and facts.unigram_loss is not None:
-                figure += f" (a unigram model: {facts.unigram_loss:.4f})"
-            elif start and metric.key in start:
-                figure += f" ({start[metric.key]:.4f} before)"
-            rows.append((metric.label[0].upper() + metric.label[1:], figure))
-    rows += [(label[0].upper() + label[1:], f"{metrics[key]:.4f}") for key, label in named_figures(metrics).items()]
+            known = {"before": (start or {}).get(metric.key), "unigram_loss": facts.unigram_loss}
+            rows.append((metric.label, metric.describe(metrics[metric.key], facts.loss_unit, **known, t=t)))
+    rows += [(label, f"{metrics[key]:.4f}") for key, label in named_figures(metrics).items()]
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
     rows += next_commands(args, facts)
     if push_report is not None:
         rows.append(("Hub", push_report))
-    width = max(18, *(len(label) for label, _ in rows))
-    return "\n".join(["", *(f"{label:<{width}} {text}" for label, text in rows)])
+    return "\n" + format_rows(rows, t, width=18)
 
 
 def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from ..hub.model_card import RunFacts
 from ..hub.pushing import remove_staging
 from ..reports.metrics import NATS, find_evaluations
 from ..reports.run_files import read_launches
+from ..reports.texts import terminal_language
 from ..runtime.command_line import print_result
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
@@ -226,7 +227,7 @@ def train(
         **kwargs,
     )
     if args.dry_run:
-        plan = format_plan(trainer)
+        plan = format_plan(trainer, language=terminal_language())
         if args.process_index == 0:
             print_result(plan)
         raise SystemExit
@@ -343,14 +344,15 @@ def _report(trainer: "RunTrainer", metrics: dict[str, float], samples: list[tupl
     if args.process_index == 0:
         evaluations = find_evaluations(trainer.state.log_history)
         start = evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None
-        report = format_report(args, run.facts, metrics, samples, start=start, push_report=trainer.pusher.report)
-        print(report)
+        pushed = trainer.pusher.report
+        write = partial(format_report, args, run.facts, metrics, samples, start=start, push_report=pushed)
+        print(write(language=terminal_language()))
         run.directory.record(
             ended=now(),
             steps=trainer.state.global_step,
             metrics=metrics,
             unigram_loss=run.facts.unigram_loss,
-            report=report.strip().splitlines(),
+            report=write().strip().splitlines(),
             next_commands=next_commands(args, run.facts),
         )
         write_run_page(args, trainer.state)

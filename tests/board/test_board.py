@@ -1,5 +1,6 @@
 """The board in a real browser: real runs that a form or a terminal starts, and the guards in front of the page."""
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from hf_pretrain.reports.texts import preferred_language
 from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
 from tests.faults.driving import command as toy_command
 from tests.faults.driving import make_workspace, steps_of, wait_for
+from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 
 
@@ -30,8 +32,8 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 class Board:
     """A board process in a workspace, which can be started again at the same address."""
 
-    def __init__(self, workspace: Path, *flags: str):
-        self.workspace, self.port, self.flags = workspace, free_port(), flags
+    def __init__(self, workspace: Path, *flags: str, **environment: str):
+        self.workspace, self.port, self.flags, self.environment = workspace, free_port(), flags, environment
         self.start()
 
     @property
@@ -42,9 +44,9 @@ class Board:
         command = [sys.executable, str(ROOT / "recipes/board.py"), "--port", str(self.port), *self.flags]
         environment = cpu_environment(
             PYTHONPATH=str(ROOT),
-            HF_HOME=str(self.workspace / "hf"),
             http_proxy="http://127.0.0.1:9",
             no_proxy="127.0.0.1",
+            **self.environment | {"HF_HOME": str(self.workspace / "hf")},
         )
         self.process = subprocess.Popen(
             command, cwd=self.workspace, env=environment, stdout=subprocess.PIPE, text=True
@@ -68,9 +70,15 @@ def workspace(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def board(workspace) -> Iterator[Board]:
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def board(workspace, hub) -> Iterator[Board]:
     """Serve a board. At the end, kill the runs that tests have started."""
-    board = Board(workspace)
+    board = Board(workspace, **hub.client_environment())
     yield board
     board.end()
     for lock in workspace.glob(f"out/*/{LOCK_NAME}"):
@@ -155,7 +163,7 @@ def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_aga
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-def test_runs_of_a_terminal_are_shown_and_compared_in_chinese(browser_in_chinese, board, workspace, size):
+def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_chinese, board, workspace, hub, size):
     page = browser_in_chinese
     if not (workspace / "out/terminal").exists():
         words = toy_command(workspace, Path("out/terminal"), launcher="python")
@@ -167,9 +175,21 @@ def test_runs_of_a_terminal_are_shown_and_compared_in_chinese(browser_in_chinese
     for text in ("out/terminal", "已完成", "8 / 8", "内存"):
         wait_for_text(page, "#view", text)
     assert page.locator("#view svg").count() >= 4 and "损失随 token 数的变化" in page.locator("#view").inner_text()
+    if size == "desktop":
+        page.locator("#export button").first.click()
+        page.get_by_label("格式").click()
+        page.get_by_role("option", name="minimind", exact=True).click()
+        page.get_by_label("Hub 上的仓库").fill("user/pushed")
+        page.locator("button#export-run").click()
+        output = page.locator("#export-output textarea")
+        page.wait_for_function("output => /Pushed to|exit/.test(output.value)", arg=output.element_handle())
+        assert f"Pushed to {hub.endpoint}/user/pushed" in output.input_value()
+        assert {"config.json", "model.safetensors", "README.md"} <= hub.repos["user/pushed"].files.keys()
     for name, place in (("新建训练", "#more"), ("对比", "#compare"), ("训练列表", "#runs")):
         page.get_by_role("tab", name=name).click()
         page.locator(place).wait_for()
+        if place == "#more":
+            page.get_by_text("每个打包序列的 token 数。").wait_for()
         # Nothing is wider than the screen.
         assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     page.get_by_role("tab", name="对比").click()
@@ -178,6 +198,14 @@ def test_runs_of_a_terminal_are_shown_and_compared_in_chinese(browser_in_chinese
     report = page.frame_locator("#report iframe")
     report.get_by_role("heading", name="结果").wait_for()
     assert "out/terminal" in report.locator("h1").inner_text()
+
+
+@pytest.mark.slow
+def test_a_run_of_a_terminal_that_fails_before_its_first_step_shows_why(workspace, monkeypatch):
+    words = toy_command(workspace, Path("out/failed"), "--dataset_name", "missing.jsonl", launcher="python")
+    assert subprocess.run(words, cwd=workspace, env=cpu_environment(PYTHONPATH=str(ROOT))).returncode == 2
+    monkeypatch.chdir(workspace)
+    assert re.search("interrupted: [^<]*missing.jsonl", runs.show("failed", lambda text: text))
 
 
 @pytest.fixture
@@ -209,7 +237,8 @@ def test_foreign_pages_and_requests_without_the_token_are_refused(board, workspa
             answer = session.get(f"{network.url}/?token={token}", timeout=60)
             # The token leaves the address, and the flag chooses the language.
             assert (answer.status_code, answer.url) == (200, f"{network.url}/zh/")
-            assert session.get(f"{network.url}/zh/config", timeout=60).status_code == 200
+            for path in ("/zh/config", "/favicon.ico"):
+                assert session.get(network.url + path, timeout=60).status_code == 200
     finally:
         network.end()
 
@@ -232,6 +261,13 @@ def test_a_form_becomes_a_command():
         with pytest.raises(ValueError, match="for the name"):
             launching.make_words(actions, "pretrain", "tiny", name, values, "")
     assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
+
+
+def test_a_command_prints_in_the_language_of_the_page():
+    async def last_text() -> str:
+        return [text async for text in launching.run_command("list", language="zh")][-1]
+
+    assert asyncio.run(last_text()).startswith("训练阶段:")
 
 
 def test_every_flag_of_the_form_exists():
@@ -268,6 +304,8 @@ def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
     (name,) = runs.find_runs()
     assert (name, runs.state_of(name)) == ("from-scratch/pretrain", "interrupted")
     assert runs.read_output(name) == "step 1: loss 2\nerror: <b>\n"
+    (run / LOCK_NAME).write_text('{"error": "--max_length 1 <i>"}')
+    assert "interrupted: --max_length 1 &lt;i&gt;" in runs.show(name, str)
     with pytest.raises(ValueError, match="no command to resume"):
         launching.resume_run(run)
     with pytest.raises(ValueError, match="does not run"):

@@ -33,5 +33,5 @@ def test_the_run_stops_before_the_update(name, workspace, tmp_path):
     named = re.search(r"^The .* in step 5\. The run stopped before", result.stdout, re.MULTILINE) is not None
     assert status and named and not (tmp_path / "run/checkpoint-6").exists(), result.stdout[-3000:]
     page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert re.search(r"stopped: after step \d+: The ", page) and "--resume_from_checkpoint auto</pre>" in page
+    assert re.search(r": after step \d+: The ", page) and "--resume_from_checkpoint auto</pre>" in page
     assert steps_of(tmp_path / "run") == [2, 4]

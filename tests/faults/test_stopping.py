@@ -106,7 +106,7 @@ def test_ranks_stop_together_and_the_command_on_the_page_resumes_with_all(harm, 
     assert returncode == 1 and output.count("exitcode  : 143") == 2 and seconds < 10, (seconds, output[-3000:])
     assert f"Stopped by SIGTERM after step {steps[-1]}" in output
     page = html.unescape((tmp_path / "run/report.html").read_text(encoding="utf-8"))
-    assert re.search(r"stopped: after step \d+: SIGTERM", page)
+    assert re.search(r": after step \d+: SIGTERM", page)
     (pasted,) = re.findall(r"<pre>(.* --resume_from_checkpoint auto)</pre>", page)
     # The shell that the user pastes it into knows nothing of the launcher.
     with start(["bash", "-c", f"unset LOCAL_SIZE OMP_NUM_THREADS; {pasted}"]) as process:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,7 @@ def answer_with(endpoint: Endpoint, tools: tuple, *settings) -> list[dict]:
     """Return the history of an answer to a question, with the handler of the page and without a browser."""
 
     async def collect():
-        handler, session = chat_page._answering(endpoint, tools), SimpleNamespace(session_hash="a", headers={})
+        handler, session = chat_page._answering(endpoint, tools, None), SimpleNamespace(session_hash="a", headers={})
         return [now async for _, now in handler(session, begin_answer([], QUESTION["content"]), *settings)]
 
     return asyncio.run(collect())[-1]
@@ -124,13 +125,12 @@ def models(talker, tmp_path_factory) -> list[str]:
     return [str(talker), str(rambler)]
 
 
-@pytest.fixture(scope="module")
-def served(models) -> Iterator[tuple[str, int]]:
-    """Serve a page, and give its address and the first port of its servers. At the end, they stop during an answer."""
+@contextmanager
+def serving(*flags: str) -> Iterator[tuple[str, int]]:
+    """Serve a page, and give its address and the first port of its servers."""
     web_port, port = free_port(), free_port()
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--web", "--web_port", str(web_port), "--seed", "0"]
-    command += ["--port", str(port), "--use_cpu", "--think", "on"]
-    command += ["--model_name_or_path", models[0], "--compare", models[1]]
+    command += ["--port", str(port), "--use_cpu", "--think", "on", *flags]
     # A proxy cannot reach the servers of this machine.
     process = subprocess.Popen(command, env=cpu_environment(http_proxy="http://127.0.0.1:9", no_proxy="example.org"))
 
@@ -140,9 +140,16 @@ def served(models) -> Iterator[tuple[str, int]]:
 
     assert wait_for(answers, process, timeout=300), "The page did not start."
     yield f"http://127.0.0.1:{web_port}", port
-    next(iter(complete(port + 1, models[1], "hi", max_tokens=2048, stream=True)))
     process.terminate()
     process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def served(models) -> Iterator[tuple[str, int]]:
+    """Serve two models. At the end, the servers stop during an answer."""
+    with serving("--model_name_or_path", models[0], "--compare", models[1]) as (url, port):
+        yield url, port
+        next(iter(complete(port + 1, models[1], "hi", max_tokens=2048, stream=True)))
 
 
 @pytest.fixture
@@ -344,9 +351,18 @@ def test_pictures_in_a_text_load_nothing_from_other_hosts(page, served):
 
 
 def test_a_chinese_browser_gets_a_chinese_page(page, served):
-    page = page.context.browser.new_context(locale="zh-CN").new_page()
+    check_chinese_page(page.context.browser.new_context(locale="zh-CN").new_page(), served[0])
+
+
+@pytest.mark.slow
+def test_a_flag_gives_every_browser_a_chinese_page(page, models):
+    with serving("--model_name_or_path", models[0], "--language", "zh") as (url, _):
+        check_chinese_page(page, url)
+
+
+def check_chinese_page(page, url: str) -> None:
     page.set_default_timeout(TIMEOUT)
-    page.goto(served[0])
+    page.goto(url)
     page.locator("#send", has_text="发送").wait_for()
     assert page.locator("#clear").inner_text() == "新对话"
     assert page.locator("#question textarea").get_attribute("placeholder") == "输入消息"

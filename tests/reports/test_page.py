@@ -112,6 +112,27 @@ def test_the_page_of_a_run(page, tmp_path):
     assert "Talk to it:" in text and "hf-pretrain chat --web" in text and "--resume_from_checkpoint" not in text
 
 
+@pytest.mark.parametrize(("options", "is_chinese"), [({}, True), ({"java_script_enabled": False}, False)])
+def test_the_page_follows_the_language_of_the_browser(page, tmp_path, options, is_chinese):
+    """Without scripts, it is in English."""
+    run, path = write_run(tmp_path / "mine"), tmp_path / "report.html"
+    run.log.insert(0, {"step": 0, "eval_loss": 8.75, "num_input_tokens_seen": 0})
+    write_page([run], path)
+    page = page.context.browser.new_context(locale="zh-CN", **options).new_page()
+    page.goto(path.as_uri())
+    shown = page.inner_text("body")
+    texts = {
+        "结果": "Results",
+        f"{7 / 40**0.5:.4f} nats/token （训练前 8.7500）": f"{7 / 40**0.5:.4f} nats per token (8.7500 before)",
+        "1.3 分钟": "1.3 min",
+    }
+    for chinese, english in texts.items():
+        assert (chinese in shown, english in shown) == (is_chinese, not is_chinese)
+    for label, is_shown in (("token（百万）", is_chinese), ("tokens (millions)", not is_chinese)):
+        assert page.locator("figure").first.get_by_text(label).is_visible() == is_shown
+    page.context.close()
+
+
 def test_a_comparison_begins_with_the_different_settings(page, tmp_path):
     runs = [write_run(tmp_path / "slow"), write_run(tmp_path / "fast", learning_rate=4e-3)]
     path = tmp_path / "comparison.html"
@@ -165,7 +186,7 @@ def test_the_page_of_reinforcement_shows_rewards(tmp_path):
             entry["eval_reward"] = 1 / loss
         elif "loss" in entry:
             entry |= {"reward": 1 / entry["loss"], "completions/mean_length": 20.0, "kl": 0.1}
-    write_page([run], tmp_path / "report.html")
+    write_page([run], tmp_path / "report.html", language="en")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     for caption in ("Reward over tokens", "Loss over minutes", "Completion length", "KL divergence"):
         assert f"<figcaption>{caption}" in text
@@ -198,7 +219,8 @@ def test_points_between_and_after_the_logs_have_their_own_minutes(tmp_path):
     ]
     assert Run("", [], log).series("eval_loss", over="minutes")[0] == pytest.approx([0.5, 1.0, 1.2])
     # Too few steps for a log: no chart of points at one place.
-    write_page([Run("short", [], [entry for entry in log if "eval_loss" in entry])], tmp_path / "short.html")
+    run = Run("short", [], [entry for entry in log if "eval_loss" in entry])
+    write_page([run], tmp_path / "short.html", language="en")
     captions = (tmp_path / "short.html").read_text().split("<figcaption>")[1:]
     assert [text.partition("<")[0] for text in captions] == ["Loss over tokens"]
 

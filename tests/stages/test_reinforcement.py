@@ -342,7 +342,7 @@ def test_the_recipe_saves_pushes_and_reports(workspace):
     assert len(samples) == 2 and all(re.fullmatch(r"What is \d+ \+ 30\?", question) for question, _ in samples)
     page = (run / "report.html").read_text(encoding="utf-8")
     for title in ("Reward over tokens", "Reward over minutes", "Loss over tokens", "Completion length", "Memory"):
-        assert f"<figcaption>{title}</figcaption>" in page
+        assert f'<figcaption><span lang="en">{title}</span>' in page
     assert recorded.loss_unit == "GRPO" and samples[0][0] in page
     card = pushed["README.md"].decode()
     assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card

@@ -56,5 +56,5 @@ def test_an_evaluation_has_the_figures(tmp_path):
     assert metrics.items() >= FIGURES.items() and "eval_loss" in metrics
     log = trainer.state.log_history
     assert [entry["step"] for entry in log if FIGURES.items() <= entry.items()] == [1, 2]
-    write_page([Run("toy", [], log)], tmp_path / "page.html")
+    write_page([Run("toy", [], log)], tmp_path / "page.html", language="en")
     assert "distinct-2 of the answers</th><td>0.6667" in (tmp_path / "page.html").read_text()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hf_pretrain.reports.texts import translation
 from hf_pretrain.training.dry_run import _describe_memory, format_plan
 from hf_pretrain.training.measurements import peak_memory_bytes
 from hf_pretrain.training.settling import settle_dry_run
@@ -35,6 +36,10 @@ def test_the_plan_has_the_figures_of_the_run(tmp_path):
     assert re.match(r"[\d.e-]+ s per step, ", field(plan, "Time"))
     assert field(plan, "Disk").startswith(f"{12 * number / 1e6:,.0f} MB per checkpoint, 2 kept")
     assert field(plan, "Files").startswith(f"{tmp_path / 'run'}: ")
+    chinese = format_plan(trainer, language="zh")
+    assert field(chinese, "步数") == "50，每步 64 个序列，遍历 13 个序列 50.00 遍"
+    # All texts begin at the same column, and a Chinese character takes two.
+    assert "\n步数       50" in chinese and "\n优化器     " in chinese
 
 
 def test_the_plan_names_the_memory_of_an_apple_gpu(tmp_path, monkeypatch):
@@ -44,7 +49,7 @@ def test_the_plan_names_the_memory_of_an_apple_gpu(tmp_path, monkeypatch):
     device = torch.device("mps")
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.args), "device", device)
-        text = _describe_memory(trainer, peak_memory_bytes(device))
+        text = _describe_memory(trainer, peak_memory_bytes(device), translation("en"))
     assert text.startswith("peak of 3.00 GiB per process in the measured steps, of 24.0 GiB that Metal recommends")
     assert re.search(r"; \d+\.\d GiB of the memory that GPU and CPU share are free$", text)
 

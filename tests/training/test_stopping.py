@@ -24,7 +24,7 @@ def test_a_closed_terminal_stops_a_run_at_a_step_whose_page_says_so(tmp_path, re
     assert find_damage(tmp_path / "checkpoint-3") == []
     state = json.loads((tmp_path / "checkpoint-3/trainer_state.json").read_text())
     assert state["log_history"][-1]["step"] == 2
-    assert "stopped: after step 3: SIGHUP" in (tmp_path / REPORT_NAME).read_text(encoding="utf-8")
+    assert ": after step 3: SIGHUP" in (tmp_path / REPORT_NAME).read_text(encoding="utf-8")
 
 
 def test_under_nohup_a_closed_terminal_does_not_stop_a_run(tmp_path, restored):
