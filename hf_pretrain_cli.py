@@ -16,6 +16,7 @@ listed below to the recipe; `hf-pretrain pretrain --help` lists the flags of a r
 import argparse
 import contextlib
 import difflib
+import io
 import itertools
 import json
 import logging
@@ -265,6 +266,9 @@ def print_list(words: Sequence[str] = ()) -> None:
     languages, default = tuple(_TEXTS["LANGUAGES"]), _TEXTS["terminal_language"]()
     parser.add_argument("--language", choices=languages, default=default, help="by default the environment's")
     language = parser.parse_args(words).language
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The environment may ask for Chinese on a terminal that cannot show it.
+        sys.stdout.reconfigure(errors="replace")
     t = _TEXTS["translation"](language)
     chinese = json.loads((RECIPES / "chinese.json").read_text(encoding="utf-8")) if language == "zh" else {}
     for title, names in (("Stages", STAGES), ("Tools", TOOLS)):

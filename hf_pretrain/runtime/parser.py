@@ -25,6 +25,12 @@ _COMMON = {
     *("load_best_model_at_end", "metric_for_best_model", "run_name", "push_to_hub", "hub_model_id", "hub_strategy"),
     "log_level",
 }
+# The arguments that name models or data, by the kind of the repository.
+_REPOSITORIES = {
+    **dict.fromkeys(("model_name_or_path", "tokenizer_name_or_path", "teacher_name_or_path", "compare"), "model"),
+    **dict.fromkeys(("source", "base", "tokenizer"), "model"),
+    **dict.fromkeys(("dataset_name", "eval_dataset_name", "names", "held_out"), "dataset"),
+}
 
 
 class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -89,9 +95,8 @@ class RecipeParser(HfArgumentParser):
             # A variable of the shell may be unset. `Path("")` would be the working directory.
             if value == "" and self.get_default(name) != "":
                 raise UserError(f"--{name} is empty. Give it a value, or leave the flag out.")
-            # The target of a push keeps its name.
-            if name != "hub_model_id":
-                setattr(namespace, name, _download(name, value))
+            if name in _REPOSITORIES:
+                setattr(namespace, name, _download(value, _REPOSITORIES[name]))
         check_bounds(vars(namespace))
         return namespace
 
@@ -101,13 +106,13 @@ class RecipeParser(HfArgumentParser):
         raise UserError(f"{message}. `--help` lists the flags.")
 
 
-def _download(name: str, value: Any) -> Any:
+def _download(value: Any, repo_type: str) -> Any:
     """Return the value of an argument with paths in place of names of ModelScope."""
     if isinstance(value, list):
-        return [_download(name, each) for each in value]
+        return [_download(each, repo_type) for each in value]
     if not isinstance(value, str) or not value.startswith(modelscope.PREFIX):
         return value
-    return modelscope.download(value, repo_type="dataset" if "data" in name else "model")
+    return modelscope.download(value, repo_type=repo_type)
 
 
 def own_fields(cls: type) -> set[str]:

@@ -116,6 +116,10 @@ class MaskedLossTrainer(RunTrainer):
             # NOTE: Trainer's label smoother shifts the labels only for classes in transformers' own list of causal
             # language models. It would train MiniMind to copy its input.
             raise UserError("The masked loss does not support --label_smoothing_factor. Leave it at 0.")
+        if self.args.rewind_spikes and self.optimizer is not None:
+            raise UserError(
+                "--rewind_spikes makes a new optimizer when it goes back. Pass no optimizer, or leave it out."
+            )
         if self.get_cp_size() * self.get_sp_size() > 1:
             raise UserError(
                 "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "

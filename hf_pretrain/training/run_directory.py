@@ -43,7 +43,7 @@ logger = logging.get_logger(__name__)
 COMMAND_VARIABLE = "HF_PRETRAIN_COMMAND"
 _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "deepspeed", "trl", "peft")
 # Files of a run that ended before its first checkpoint. Their directory counts as empty. TensorBoard writes `runs`.
-_NO_RUN = {"rejected.jsonl", "runs", RECORD_NAME, REPORT_NAME, LOG_NAME, OUTPUT_NAME}
+_NO_RUN = {"rejected.jsonl", "spikes.jsonl", "runs", RECORD_NAME, REPORT_NAME, LOG_NAME, OUTPUT_NAME}
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf")
 # A resumed run waits this long for the earlier one, whose ranks may still be saving after their launcher has ended.
 _PATIENCE_SECONDS = 30.0

@@ -13,6 +13,7 @@ distribution; no single step can move it. OLMo-core skips steps by mean and stan
 import json
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,10 @@ import xxhash
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..checkpoints.directory import newest_checkpoint
+from ..model.loss import prediction_weights
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
+from ..weights.adapters import base_model_of
 from .callbacks import print_step
 
 
@@ -65,6 +68,8 @@ def check_spikes(args: "LMTrainingArguments") -> None:
             "--skip_spikes: DeepSpeed updates the weights in the backward pass. Use --rewind_spikes, or torchrun with "
             "--fsdp_size for large models; or leave the flag out, and spikes are only reported."
         )
+    if args.rewind_spikes and args.neftune_noise_alpha is not None:
+        raise UserError("--rewind_spikes cannot go back with --neftune_noise_alpha. Leave one out.")
     if args.rewind_spikes and (args.skip_spikes or args.save_only_model or args.save_strategy == "no"):
         raise UserError(
             "--rewind_spikes goes back to a checkpoint with the state of the optimizer. Leave out --skip_spikes, "
@@ -72,10 +77,10 @@ def check_spikes(args: "LMTrainingArguments") -> None:
         )
 
 
-def row_digest(ids: list[int]) -> str:
-    """Return a digest of a row of token ids. Ids at its end that repeat, such as padding, count once."""
+def row_digest(ids: list[int], pad_token_id: int) -> str:
+    """Return a digest of a row of token ids, without the padding at its end, which depends on the batch."""
     end = len(ids)
-    while end > 1 and ids[end - 1] == ids[end - 2]:
+    while end and ids[end - 1] == pad_token_id:
         end -= 1
     return xxhash.xxh3_64_hexdigest(np.asarray(ids[:end], dtype=np.int64).tobytes())
 
@@ -100,6 +105,8 @@ class SpikeWatch(TrainerCallback):
 
     def __init__(self, trainer: "MaskedLossTrainer"):
         self.trainer = trainer
+        # As the collator has it.
+        self._pad_token_id = base_model_of(trainer.model).config.pad_token_id or 0
         self._forget()
 
     def _forget(self) -> None:
@@ -119,7 +126,7 @@ class SpikeWatch(TrainerCallback):
         done = self.trainer.state.global_step
         if left_out := {row for row, since in self.left_out.items() if done >= since}:
             for batch in batches:
-                is_out = [row_digest(ids) in left_out for ids in batch["input_ids"].tolist()]
+                is_out = [row_digest(ids, self._pad_token_id) in left_out for ids in batch["input_ids"].tolist()]
                 batch["labels"][torch.tensor(is_out)] = -100
         self._batches.append((done + 1, batches))
 
@@ -135,6 +142,12 @@ class SpikeWatch(TrainerCallback):
         self._num_skipped = self._num_skipped + 1 if skips else 0
         if found:
             self._found = step, found, skips
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # The file of an earlier run, whose checkpoints are gone.
+        if state.global_step == 0 and args.should_save:
+            with suppress(OSError):
+                Path(args.output_dir, FILE_NAME).unlink()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if self._found is not None and self._found[2]:
@@ -185,20 +198,22 @@ class SpikeWatch(TrainerCallback):
             checkpoint = None
         if checkpoint is not None:
             text += f". The run goes back to {checkpoint} and leaves out the {len(rows)} rows with the highest loss"
-            self.trainer.run.directory.record(rewound=[each for each in _read_spikes(path) if "rewound_to" in each])
+            self.trainer.run.directory.record(rewound=_read_rewinds(path))
         print_step(self.trainer.state, text)
         return checkpoint
 
     def _find_checkpoint(self) -> tuple[str | None, str]:
         """Return the checkpoint to go back to, or `None` and the reason."""
-        checkpoint = newest_checkpoint(self.trainer.args.output_dir)
+        args = self.trainer.args
+        try:
+            checkpoint = newest_checkpoint(args.output_dir, unverified=args.allow_inexact_resume)
+        except UserError as error:
+            return None, f"; {error}"
         if checkpoint is None:
             return None, "; there is no checkpoint to go back to"
         step = int(checkpoint.rpartition("-")[2])
-        num_rewinds = sum(
-            each.get("rewound_to") == step for each in _read_spikes(Path(self.trainer.args.output_dir, FILE_NAME))
-        )
-        if num_rewinds >= MOST_REWINDS:
+        rewinds = [each for each in _read_rewinds(Path(args.output_dir, FILE_NAME)) if each["rewound_to"] == step]
+        if len(rewinds) >= MOST_REWINDS:
             return None, f"; the run went back to {checkpoint} {MOST_REWINDS} times already and goes on"
         return checkpoint, ""
 
@@ -213,10 +228,13 @@ class SpikeWatch(TrainerCallback):
         with torch.compiler.set_stance("force_eager"), trainer.accelerator.autocast():
             for batch in batches:
                 given = {name: batch[name].to(trainer.args.device) for name in _ROW_FIELDS if name in batch}
-                for row in range(len(given["input_ids"])):
+                weights = prediction_weights(given["labels"], given.get("loss_mask")).sum(1).tolist()
+                for row, weight in enumerate(weights):
                     part = {name: value[row : row + 1] for name, value in given.items()}
                     loss = trainer.model(**part, skip_logits=True, use_cache=False).ce_loss.item()
-                    rows.append((loss, part["input_ids"][0].tolist()))
+                    # Padding rows, which repeat a row of the data, and rows that are left out have no weight.
+                    if weight > 0:
+                        rows.append((loss, part["input_ids"][0].tolist()))
         trainer.model.train()
         if trainer.args.process_index % trainer.args.tp_size:
             # Tensor-parallel ranks have the same rows.
@@ -224,7 +242,9 @@ class SpikeWatch(TrainerCallback):
         rows = sorted(rows, key=lambda row: -row[0])[:NUM_ROWS]
         tokenizer = trainer.processing_class
         decode = tokenizer.decode if isinstance(tokenizer, PreTrainedTokenizerBase) else str
-        return [{"loss": loss, "digest": row_digest(ids), "text": decode(ids)} for loss, ids in rows]
+        return [
+            {"loss": loss, "digest": row_digest(ids, self._pad_token_id), "text": decode(ids)} for loss, ids in rows
+        ]
 
     # A state that checkpoints hold: what is skipped or left out depends on the steps before.
 
@@ -245,10 +265,20 @@ class SpikeWatch(TrainerCallback):
                 self.recent[name].extend(values)
         # The run that went back may have ended before its next checkpoint.
         path = Path(trainer.args.output_dir, FILE_NAME)
-        for spike in on_main_process(trainer.args, lambda: _read_spikes(path)):
-            for row in spike["rows"] if "rewound_to" in spike else ():
-                self.left_out.setdefault(row["digest"], spike["rewound_to"])
+        for rewind in on_main_process(trainer.args, lambda: _read_rewinds(path)):
+            for row in rewind["rows"]:
+                self.left_out.setdefault(row, rewind["rewound_to"])
 
 
-def _read_spikes(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+def _read_rewinds(path: Path) -> list[dict[str, Any]]:
+    """Return the step, the checkpoint's step and the digests of the rows for each time that the run went back."""
+    rewinds = []
+    # Texts may hold other ends of lines.
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
+        # A full disk may have cut a line off.
+        with suppress(ValueError):
+            spike = json.loads(line)
+            if "rewound_to" in spike:
+                rows = [row["digest"] for row in spike["rows"]]
+                rewinds.append({"step": spike["step"], "rewound_to": spike["rewound_to"], "rows": rows})
+    return rewinds

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -14,6 +15,7 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import spikes as spikes_module
 from hf_pretrain.training.spikes import check_spikes, is_spike
+from hf_pretrain.training.stopping import restore_endings
 from tests.models import assert_near
 from tests.toys import toy_model
 from tests.trainers import make_trainer
@@ -199,9 +201,58 @@ def test_a_resumed_run_leaves_the_same_rows_out(tmp_path):
         assert torch.equal(whole.found[2 * NUM_STEPS], again.found[2 * NUM_STEPS])
 
 
+def test_padding_and_odd_lines_change_nothing(tmp_path, monkeypatch):
+    """Rows of uneven length come in other batches, the last row is beside a padding row, and a disk was full."""
+    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) == 4)
+    rows = [{"input_ids": [3 + number] * (4 + number % 5), "seq_lengths": [4 + number % 5]} for number in range(9)]
+
+    class OddText(MaskedLossTrainer):
+        """A text with an end of a line that JSON does not escape."""
+
+        def _get_grad_norm(self, *args, **kwargs):
+            if self.state.global_step == 4:
+                path = Path(self.args.output_dir, "spikes.jsonl")
+                path.write_text('{"step": 1, "rows": [{"text": "\u2028"}]}\n{"step": 2, "ro\n', encoding="utf-8")
+            return super()._get_grad_norm(*args, **kwargs)
+
+    arguments = {
+        "rewind_spikes": True,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "max_steps": 10,
+        "save_total_limit": 9,
+    }
+    arguments |= {"optim_preset": "adamw", "optim": None, "train_sampling_strategy": "sequential"}
+    trainer = make_trainer(tmp_path, rows, batch=2, arguments=arguments, trainer_class=OddText)
+    trainer.train()
+    # Of the fifth step, the single row is left out, and not the first row, which fills the step.
+    assert list(trainer.spikes.left_out.values()) == [4]
+    longer = rows[8]["input_ids"] + [0, 0]
+    assert {spikes_module.row_digest(longer, 0)} == trainer.spikes.left_out.keys()
+    resumed = make_trainer(tmp_path, rows, batch=2, arguments=arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.spikes.left_out == trainer.spikes.left_out
+
+
+def test_a_run_that_went_back_keeps_the_time_that_it_spent(tmp_path):
+    trainer = make_trainer(tmp_path, easy_rows(), arguments={"max_minutes": 1.0, "max_steps": -1})
+    trainer.time_budget.spent = 30.0
+    trainer.state.stateful_callbacks = {"TimeBudget": {"args": {}, "attributes": {"spent": 20.0, "share": 0.4}}}
+    restore_endings(trainer)
+    assert (trainer.time_budget.spent, trainer.time_budget.share) == (30.0, 0.4)
+
+
+def test_an_optimizer_of_the_caller_is_refused(tmp_path):
+    model = toy_model(vocab_size=64)
+    optimizers = torch.optim.Adagrad(model.parameters()), None
+    arguments = {"rewind_spikes": True, "save_strategy": "steps"}
+    with pytest.raises(UserError, match="Pass no optimizer"):
+        make_trainer(tmp_path, easy_rows(), model=model, arguments=arguments, optimizers=optimizers)
+
+
 def test_a_run_goes_on_without_a_checkpoint_and_after_five_returns(tmp_path, monkeypatch, capfd):
     """A learning rate that is too high makes a spike of any rows."""
-    options = {"rewind_spikes": True, "save_strategy": "steps", "max_steps": 8}
+    options = {"rewind_spikes": True, "save_strategy": "steps", "max_steps": 8, "per_device_train_batch_size": 16}
     monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) == 5)
     for save_steps, returns, words in ((7, 0, "no checkpoint to go back to"), (4, 5, "5 times already and goes on")):
         (tmp_path / words).mkdir()
@@ -254,6 +305,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, capfd):
         ({"skip_spikes": True, "has_masked_loss": False}, "works in pretraining"),
         ({"rewind_spikes": True, "fp16": True}, "--rewind_spikes: in fp16, the loss scaler decides"),
         ({"rewind_spikes": True, "skip_spikes": True}, "Leave out --skip_spikes"),
+        ({"rewind_spikes": True, "neftune_noise_alpha": 5.0}, "--neftune_noise_alpha"),
         # The toy trainer saves nothing.
         ({"rewind_spikes": True}, "--save_strategy no"),
     ],
