@@ -11,10 +11,13 @@ occurred earlier in the same answer. The loss of the step is the cross-entropy o
 flags are those of `hf-pretrain sft`. docs/performance.md says why this is no stage of its own.
 """
 
+import json
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from hf_pretrain import MaskedLossTrainer
@@ -22,9 +25,11 @@ from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.model.loss import prediction_weights
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
+from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
-from hf_pretrain.training.samples import generate
+from hf_pretrain.training.samples import generate, stop_tokens_of
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
@@ -40,6 +45,12 @@ class UnlikelihoodArguments:
     unlikelihood_weight: float = HfArg(default=0.3, help="Weight of the unlikelihood in the loss.")
     num_answers: int = HfArg(default=32, help="Answers per step.")
     answer_tokens: int = HfArg(default=32, help="Tokens of an answer.")
+    pairs: str | None = HfArg(default=None, help="Write pairs of real answers and loops to this file, and stop.")
+    anchor: float = HfArg(default=0.0, help="Share of the cross-entropy that KL(first model || model) replaces.")
+    stop_weight: float = HfArg(default=1.0, help="Weight of a stop token in the cross-entropy.")
+    copy_weight: float = HfArg(default=1.0, help="Weight of real answer tokens that the text has already.")
+    prompt_dropout: float = HfArg(default=0.0, help="Share of the prompt's tokens that other tokens replace.")
+    planted_loops: float = HfArg(default=0.0, help="Share of the answers whose inputs get a loop; labels stay.")
 
 
 def find_prompts(inputs: dict[str, torch.Tensor], *, max_tokens: int = 160) -> list[list[int]]:
@@ -66,18 +77,92 @@ def mark_repeated(tokens: list[int], n: int = 4) -> list[bool]:
     return marks
 
 
+def plant_loops(batch: dict[str, torch.Tensor], share: float, generator: torch.Generator) -> None:
+    """
+    Let the inputs of a share of the answers repeat 1 to 3 of their tokens up to the stop token. The labels stay, so
+    the model learns to leave a loop at each of its tokens.
+    """
+    for ids, is_answer in zip(batch["input_ids"], prediction_weights(batch["labels"]) > 0, strict=True):
+        # Ranges of consecutive answer tokens, each with its stop token at the end.
+        edges = is_answer.int().diff(prepend=torch.zeros(1), append=torch.zeros(1)).nonzero().flatten().tolist()
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            chance, where, length = torch.rand(3, generator=generator).tolist()
+            if end - start > 3 and chance < share:
+                first = start + 1 + int(where * (end - start - 3))
+                period = min(1 + int(3 * length**2), first - start)
+                for position in range(first, end - 1):
+                    ids[position] = ids[position - period]
+
+
+def write_pairs(path: str, documents: Dataset, tokenizer: Any, model: Any, *, num_conversations: int = 2500) -> None:
+    """
+    Write preferences for `hf-pretrain dpo`: the real first answer, and the model's greedy answer if it loops for 96
+    tokens. `--max_length 96` cuts its end off, so its stop token is not among the rejected tokens.
+    """
+    questions = []
+    for index in random.Random(0).sample(range(len(documents)), num_conversations):
+        messages = json.loads(documents[index]["text"])["messages"]
+        turns = zip(messages, messages[1:], strict=False)
+        last = next((n for n, turn in enumerate(turns) if [m["role"] for m in turn] == ["user", "assistant"]), None)
+        if last is not None and len(prompt := encode_prompt(tokenizer, messages[: last + 1])) <= 60:
+            questions.append((prompt, messages[: last + 1], messages[last + 1]["content"]))
+    questions.sort(key=lambda question: len(question[0]))
+    with open(path, "w", encoding="utf-8") as file:
+        for batch in (questions[start : start + 96] for start in range(0, len(questions), 96)):
+            answers = generate(model, tokenizer, [prompt for prompt, *_ in batch], max_new_tokens=96, **GREEDY)
+            for (_, messages, chosen), answer in zip(batch, answers, strict=True):
+                if chosen and answer[-1] not in stop_tokens_of(model) and any(mark_repeated(answer)):
+                    pair = {"prompt": messages, "chosen": chosen, "rejected": tokenizer.decode(answer)}
+                    file.write(json.dumps(pair, ensure_ascii=False) + "\n")
+
+
 class UnlikelihoodTrainer(MaskedLossTrainer):
     """A [`MaskedLossTrainer`] whose training loss has the further term."""
 
     def __init__(self, *args: Any, term_arguments: UnlikelihoodArguments, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.term_arguments = term_arguments
+        self.generator = torch.Generator().manual_seed(self.args.seed)
+
+    def _begin_step(self, batches):
+        for batch in batches:
+            self.change(batch)
+        return super()._begin_step(batches)
+
+    def change(self, batch: dict[str, torch.Tensor]) -> None:
+        """Change the inputs and weights of a batch in place."""
+        ids, labels, how = batch["input_ids"], batch["labels"], self.term_arguments
+        if how.stop_weight != 1:
+            stops = torch.isin(labels, torch.tensor(stop_tokens_of(self.model)))
+            batch["loss_mask"] = batch.get("loss_mask", torch.ones(labels.shape)) * (1 + stops * (how.stop_weight - 1))
+        if how.copy_weight != 1:
+            is_later = (ids[:, :, None] == ids[:, None, :]).tril(-1)
+            # Documents are numbered by the zeros of their positions.
+            documents = (batch["position_ids"] == 0).cumsum(1)
+            copies = (is_later & (documents[:, :, None] == documents[:, None, :])).any(-1) & (labels != -100)
+            batch["loss_mask"] = batch.get("loss_mask", torch.ones(labels.shape)) * (
+                1 + copies * (how.copy_weight - 1)
+            )
+        if how.prompt_dropout:
+            # Other tokens of prompts replace them. The frame of the template stays.
+            frame = {
+                *self.processing_class.all_special_ids,
+                *self.processing_class.encode("user\nassistant\nsystem\n"),
+            }
+            may_drop = (labels == -100) & ~torch.isin(ids, torch.tensor(sorted(frame)))
+            drops = may_drop & (torch.rand(ids.shape, generator=self.generator) < how.prompt_dropout)
+            pool = ids[may_drop]
+            ids[drops] = pool[torch.randint(len(pool), (int(drops.sum()),), generator=self.generator)]
+        if how.planted_loops:
+            plant_loops(batch, how.planted_loops, self.generator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         prompts = find_prompts(inputs)[: self.term_arguments.num_answers]
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        if not self.term_arguments.unlikelihood_weight:
+            return loss
         term = self.unlikelihood(model, prompts) / self.args.gradient_accumulation_steps
         return loss + self.term_arguments.unlikelihood_weight * term
 
@@ -113,11 +198,20 @@ def main(
     term_args: UnlikelihoodArguments,
     training_args: SFTTrainingArguments,
 ) -> None:
+    if term_args.pairs:
+        documents, _ = data_args.load_sets(training_args, keep_rejected=False)
+        tokenizer = model_args.load_tokenizer()
+        write_pairs(term_args.pairs, documents, tokenizer, load_model(model_args, tokenizer))
+        return
     method = "fine-tuning on conversations with sequence-level unlikelihood"
     run = begin_run("sft", training_args, model_args, data_args, term_args, method=method)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     rows = load_rows(data_args, training_args, tokenizer)
-    train(run, rows, load_model(model_args, tokenizer), UnlikelihoodTrainer, term_arguments=term_args)
+    name, term = model_args.model_name_or_path, None
+    if term_args.anchor:
+        how = DistillationArguments(teacher_name_or_path=name, temperature=1.0, ce_weight=1 - term_args.anchor)
+        term = TeacherTerm(load_teacher(name, tokenizer), how, training_args)
+    train(run, rows, load_model(model_args, tokenizer), UnlikelihoodTrainer, term=term, term_arguments=term_args)
 
 
 if __name__ == "__main__":
