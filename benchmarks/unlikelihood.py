@@ -7,8 +7,10 @@ Fine-tune a chat model so that its answers do not loop: sequence-level unlikelih
 
 Each step answers some of its own prompts greedily. Let p be the probability of a token that belongs to a 4-gram which
 occurred earlier in the same answer. The loss of the step is the cross-entropy of its conversations plus
-`unlikelihood_weight` times the mean of -log(1 - p); a weight of 0 is the control. It needs a single process. All other
-flags are those of `hf-pretrain sft`. docs/performance.md says why this is no stage of its own.
+`unlikelihood_weight` times the mean of -log(1 - p); a weight of 0 is the control. With `--anchor 1`, the KL
+divergence from the first model replaces the cross-entropy. `--pairs FILE` trains nothing: it writes the loops of the
+model, beside real answers, for `hf-pretrain dpo`. It needs a single process. All other flags are those of
+`hf-pretrain sft`. docs/performance.md says why this is no stage of its own.
 """
 
 import json
@@ -47,10 +49,6 @@ class UnlikelihoodArguments:
     answer_tokens: int = HfArg(default=32, help="Tokens of an answer.")
     pairs: str | None = HfArg(default=None, help="Write pairs of real answers and loops to this file, and stop.")
     anchor: float = HfArg(default=0.0, help="Share of the cross-entropy that KL(first model || model) replaces.")
-    stop_weight: float = HfArg(default=1.0, help="Weight of a stop token in the cross-entropy.")
-    copy_weight: float = HfArg(default=1.0, help="Weight of real answer tokens that the text has already.")
-    prompt_dropout: float = HfArg(default=0.0, help="Share of the prompt's tokens that other tokens replace.")
-    planted_loops: float = HfArg(default=0.0, help="Share of the answers whose inputs get a loop; labels stay.")
 
 
 def find_prompts(inputs: dict[str, torch.Tensor], *, max_tokens: int = 160) -> list[list[int]]:
@@ -75,23 +73,6 @@ def mark_repeated(tokens: list[int], n: int = 4) -> list[bool]:
             marks[start : start + n] = [True] * n
         seen.add(gram)
     return marks
-
-
-def plant_loops(batch: dict[str, torch.Tensor], share: float, generator: torch.Generator) -> None:
-    """
-    Let the inputs of a share of the answers repeat 1 to 3 of their tokens up to the stop token. The labels stay, so
-    the model learns to leave a loop at each of its tokens.
-    """
-    for ids, is_answer in zip(batch["input_ids"], prediction_weights(batch["labels"]) > 0, strict=True):
-        # Ranges of consecutive answer tokens, each with its stop token at the end.
-        edges = is_answer.int().diff(prepend=torch.zeros(1), append=torch.zeros(1)).nonzero().flatten().tolist()
-        for start, end in zip(edges[::2], edges[1::2], strict=True):
-            chance, where, length = torch.rand(3, generator=generator).tolist()
-            if end - start > 3 and chance < share:
-                first = start + 1 + int(where * (end - start - 3))
-                period = min(1 + int(3 * length**2), first - start)
-                for position in range(first, end - 1):
-                    ids[position] = ids[position - period]
 
 
 def write_pairs(path: str, documents: Dataset, tokenizer: Any, model: Any, *, num_conversations: int = 2500) -> None:
@@ -122,39 +103,6 @@ class UnlikelihoodTrainer(MaskedLossTrainer):
     def __init__(self, *args: Any, term_arguments: UnlikelihoodArguments, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.term_arguments = term_arguments
-        self.generator = torch.Generator().manual_seed(self.args.seed)
-
-    def _begin_step(self, batches):
-        for batch in batches:
-            self.change(batch)
-        return super()._begin_step(batches)
-
-    def change(self, batch: dict[str, torch.Tensor]) -> None:
-        """Change the inputs and weights of a batch in place."""
-        ids, labels, how = batch["input_ids"], batch["labels"], self.term_arguments
-        if how.stop_weight != 1:
-            stops = torch.isin(labels, torch.tensor(stop_tokens_of(self.model)))
-            batch["loss_mask"] = batch.get("loss_mask", torch.ones(labels.shape)) * (1 + stops * (how.stop_weight - 1))
-        if how.copy_weight != 1:
-            is_later = (ids[:, :, None] == ids[:, None, :]).tril(-1)
-            # Documents are numbered by the zeros of their positions.
-            documents = (batch["position_ids"] == 0).cumsum(1)
-            copies = (is_later & (documents[:, :, None] == documents[:, None, :])).any(-1) & (labels != -100)
-            batch["loss_mask"] = batch.get("loss_mask", torch.ones(labels.shape)) * (
-                1 + copies * (how.copy_weight - 1)
-            )
-        if how.prompt_dropout:
-            # Other tokens of prompts replace them. The frame of the template stays.
-            frame = {
-                *self.processing_class.all_special_ids,
-                *self.processing_class.encode("user\nassistant\nsystem\n"),
-            }
-            may_drop = (labels == -100) & ~torch.isin(ids, torch.tensor(sorted(frame)))
-            drops = may_drop & (torch.rand(ids.shape, generator=self.generator) < how.prompt_dropout)
-            pool = ids[may_drop]
-            ids[drops] = pool[torch.randint(len(pool), (int(drops.sum()),), generator=self.generator)]
-        if how.planted_loops:
-            plant_loops(batch, how.planted_loops, self.generator)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not model.training:
