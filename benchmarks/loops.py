@@ -32,7 +32,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9},
 }
 # A penalty, and the text that it counts.
-PENALTIES = ((1.0, None), (1.2, "prompt and answer"), (1.2, "answer"), (1.3, "prompt and answer"))
+WHOLE = "prompt and answer"
+PENALTIES = ((1.0, None), (1.1, WHOLE), (1.2, WHOLE), (1.2, "answer"), (1.3, WHOLE))
 
 
 def penalize(penalty: float, counted: str | None, *, width: int) -> dict[str, Any]:

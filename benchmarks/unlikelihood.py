@@ -7,14 +7,19 @@ Fine-tune a chat model so that its answers do not loop: sequence-level unlikelih
 
 Each step answers some of its own prompts greedily. Let p be the probability of a token that belongs to a 4-gram which
 occurred earlier in the same answer. The loss of the step is the cross-entropy of its conversations plus
-`unlikelihood_weight` times the mean of -log(1 - p); a weight of 0 is the control. It needs a single process. All other
-flags are those of `hf-pretrain sft`. docs/performance.md says why this is no stage of its own.
+`unlikelihood_weight` times the mean of -log(1 - p); a weight of 0 is the control. With `--anchor 1`, the KL
+divergence from the first model replaces the cross-entropy. `--pairs FILE` trains nothing: it writes the loops of the
+model, beside real answers, for `hf-pretrain dpo`. It needs a single process. All other flags are those of
+`hf-pretrain sft`. docs/performance.md says why this is no stage of its own.
 """
 
+import json
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from hf_pretrain import MaskedLossTrainer
@@ -22,9 +27,11 @@ from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.model.loss import prediction_weights
 from hf_pretrain.runtime.command_line import one_line_errors
+from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
+from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
-from hf_pretrain.training.samples import generate
+from hf_pretrain.training.samples import generate, stop_tokens_of
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
@@ -40,6 +47,8 @@ class UnlikelihoodArguments:
     unlikelihood_weight: float = HfArg(default=0.3, help="Weight of the unlikelihood in the loss.")
     num_answers: int = HfArg(default=32, help="Answers per step.")
     answer_tokens: int = HfArg(default=32, help="Tokens of an answer.")
+    pairs: str | None = HfArg(default=None, help="Write pairs of real answers and loops to this file, and stop.")
+    anchor: float = HfArg(default=0.0, help="Share of the cross-entropy that KL(first model || model) replaces.")
 
 
 def find_prompts(inputs: dict[str, torch.Tensor], *, max_tokens: int = 160) -> list[list[int]]:
@@ -66,6 +75,28 @@ def mark_repeated(tokens: list[int], n: int = 4) -> list[bool]:
     return marks
 
 
+def write_pairs(path: str, documents: Dataset, tokenizer: Any, model: Any, *, num_conversations: int = 2500) -> None:
+    """
+    Write preferences for `hf-pretrain dpo`: the real first answer, and the model's greedy answer if it loops for 96
+    tokens. `--max_length 96` cuts its end off, so its stop token is not among the rejected tokens.
+    """
+    questions = []
+    for index in random.Random(0).sample(range(len(documents)), num_conversations):
+        messages = json.loads(documents[index]["text"])["messages"]
+        turns = zip(messages, messages[1:], strict=False)
+        last = next((n for n, turn in enumerate(turns) if [m["role"] for m in turn] == ["user", "assistant"]), None)
+        if last is not None and len(prompt := encode_prompt(tokenizer, messages[: last + 1])) <= 60:
+            questions.append((prompt, messages[: last + 1], messages[last + 1]["content"]))
+    questions.sort(key=lambda question: len(question[0]))
+    with open(path, "w", encoding="utf-8") as file:
+        for batch in (questions[start : start + 96] for start in range(0, len(questions), 96)):
+            answers = generate(model, tokenizer, [prompt for prompt, *_ in batch], max_new_tokens=96, **GREEDY)
+            for (_, messages, chosen), answer in zip(batch, answers, strict=True):
+                if chosen and answer[-1] not in stop_tokens_of(model) and any(mark_repeated(answer)):
+                    pair = {"prompt": messages, "chosen": chosen, "rejected": tokenizer.decode(answer)}
+                    file.write(json.dumps(pair, ensure_ascii=False) + "\n")
+
+
 class UnlikelihoodTrainer(MaskedLossTrainer):
     """A [`MaskedLossTrainer`] whose training loss has the further term."""
 
@@ -78,6 +109,8 @@ class UnlikelihoodTrainer(MaskedLossTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         prompts = find_prompts(inputs)[: self.term_arguments.num_answers]
         loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        if not self.term_arguments.unlikelihood_weight:
+            return loss
         term = self.unlikelihood(model, prompts) / self.args.gradient_accumulation_steps
         return loss + self.term_arguments.unlikelihood_weight * term
 
@@ -113,11 +146,20 @@ def main(
     term_args: UnlikelihoodArguments,
     training_args: SFTTrainingArguments,
 ) -> None:
+    if term_args.pairs:
+        documents, _ = data_args.load_sets(training_args, keep_rejected=False)
+        tokenizer = model_args.load_tokenizer()
+        write_pairs(term_args.pairs, documents, tokenizer, load_model(model_args, tokenizer))
+        return
     method = "fine-tuning on conversations with sequence-level unlikelihood"
     run = begin_run("sft", training_args, model_args, data_args, term_args, method=method)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     rows = load_rows(data_args, training_args, tokenizer)
-    train(run, rows, load_model(model_args, tokenizer), UnlikelihoodTrainer, term_arguments=term_args)
+    name, term = model_args.model_name_or_path, None
+    if term_args.anchor:
+        how = DistillationArguments(teacher_name_or_path=name, temperature=1.0, ce_weight=1 - term_args.anchor)
+        term = TeacherTerm(load_teacher(name, tokenizer), how, training_args)
+    train(run, rows, load_model(model_args, tokenizer), UnlikelihoodTrainer, term=term, term_arguments=term_args)
 
 
 if __name__ == "__main__":

@@ -86,3 +86,17 @@ def test_the_table_of_the_page_is_that_of_the_record():
         columns = [("repeated_4grams", ".3f"), ("ended_answers", ".2f"), ("answer_tokens", ".1f")]
         expected = [", ".join(format(row[name], how) for row in found) for name, how in columns]
         assert figures.split(" | ") == expected
+
+
+def test_the_table_of_mends_is_that_of_the_record():
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    rows = page.split("| training | loss")[1].split("\n\n")[0].splitlines()[2:]
+    variants = record()["variants"]
+    expected = []
+    for name, variant in variants.items():
+        control = variants.get(variant["control"])
+        cost = f"{variant['answer_loss'] - control['answer_loss']:+.3f}" if control else ""
+        shares = {(row["sampling"], row["penalty"]): f"{row['repeated_4grams']:.3f}" for row in variant["rows"]}
+        figures = [shares[key] for key in (("greedy", 1.0), ("greedy", 1.1), ("sampled", 1.0))]
+        expected.append(" | ".join([f"| {name}", f"{variant['answer_loss']:.3f}", cost, *figures]) + " |")
+    assert rows == expected
