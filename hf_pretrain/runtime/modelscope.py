@@ -22,6 +22,11 @@ def connect() -> Any:
     return HubApi()
 
 
+def _reason(error: Exception) -> str:
+    # The request and the answer stand below it.
+    return str(error).partition("\n")[0]
+
+
 def download(name: str, *, repo_type: str) -> str:
     """
     Download a repository or one of its files into the client's cache, unless it is there, and return its path.
@@ -43,7 +48,7 @@ def download(name: str, *, repo_type: str) -> str:
     # As of the Hub's client, the errors have many types.
     except Exception as error:
         login = "Check the name and the connection. For a private one, set MODELSCOPE_API_TOKEN."
-        raise UserError(f"{name} cannot be downloaded: {error}. {login}") from error
+        raise UserError(f"{name} cannot be downloaded: {_reason(error)}. {login}") from error
     return str(path)
 
 
@@ -55,7 +60,7 @@ def create(name: str, *, private: bool | None = None) -> None:
             client.create_repo(repo_id, "model", visibility="private" if private else "public")
     except Exception as error:
         login = "Set MODELSCOPE_API_TOKEN, or log in with `modelscope login`."
-        raise UserError(f"The repository {name} cannot be created or opened: {error}. {login}") from error
+        raise UserError(f"The repository {name} cannot be created or opened: {_reason(error)}. {login}") from error
 
 
 def upload(name: str, folder: Any, *, message: str | None, revision: str | None) -> str:
