@@ -198,7 +198,7 @@ class RunTrainer(Trainer):
     def _prepare_again(self) -> None:
         """Forget what `_prepare_for_training` made, so that the next call of `train` makes it again."""
         if self.is_deepspeed_enabled:
-            # Its hooks would reduce the gradients a second time, and keep its memory.
+            # Its hooks on the model would keep its memory.
             self.model_wrapped.destroy()
             self.model_wrapped.module_forward_pre_hook.remove()
             self.model_wrapped.module_forward_post_hook.remove()

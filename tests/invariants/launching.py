@@ -122,6 +122,7 @@ class Run:
     num_tokens: int
     weights: dict[str, torch.Tensor]
     pos_cis_intact: list[bool]
+    num_engines: list[int]
     output: str
 
 
@@ -129,12 +130,14 @@ def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environme
     command = [*launcher_command(launcher), str(Path(__file__).with_name("probe.py"))]
     result = start([*command, *arguments, "--output_dir", str(output_dir)], **environment)
     assert result.returncode == 0, f"{launcher}: {result.stdout[-4000:]}"
+    probes = [json.loads(path.read_text()) for path in output_dir.glob("probe_rank*.json")]
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     return Run(
         steps=[entry for entry in history if "loss" in entry],
         eval_loss=[entry["eval_loss"] for entry in history if "eval_loss" in entry][-1],
         num_tokens=history[-1]["num_input_tokens_seen"],
         weights=load_file(next(output_dir.glob("*model.safetensors"))),
-        pos_cis_intact=[json.loads(p.read_text())["pos_cis_intact"] for p in output_dir.glob("probe_rank*.json")],
+        pos_cis_intact=[probe["pos_cis_intact"] for probe in probes],
+        num_engines=[probe["num_engines"] for probe in probes],
         output=result.stdout,
     )

@@ -203,6 +203,8 @@ def test_runs_that_go_back_agree(launch, way):
     run, reference = (launch("moe", name, words, PLANT_SPIKE="1") for name in (way, "python"))
     assert run.output.count("The run goes back to") == reference.output.count("The run goes back to") == 3
     assert_same_steps(run, reference)
+    # Earlier engines of DeepSpeed would hold memory.
+    assert run.num_engines == 2 * [int(way.startswith("zero"))]
     assert run.steps[5]["loss"] != pytest.approx(launch("moe", "python", ADAMW).steps[5]["loss"], abs=1e-3)
 
 
