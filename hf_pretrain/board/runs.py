@@ -94,8 +94,9 @@ def show(name: str, t: Translation) -> str:
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
     """Yield labels and texts of the newest figures."""
     state = state_of(name)
-    reasons = {"stopped": run.last_launch.get("stopped"), "interrupted": find_reason(OUT / name / LOCK_NAME)}
-    why = reasons.get(state)
+    why = run.last_launch.get("stopped") if state == "stopped" else None
+    if state == "interrupted":
+        why = find_reason(OUT / name / LOCK_NAME)
     yield f"out/{escape(name)}", t(state) + (f": {why}" if why else "")
     if step := run.last("step"):
         yield t("Step"), f"{step:,} / {_total(name, run) or '?'}"

@@ -23,7 +23,7 @@ def connect() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    # The request and the answer stand below it.
+    # The lines below the first one repeat the request and the answer.
     return str(error).partition("\n")[0]
 
 
@@ -45,7 +45,7 @@ def download(name: str, *, repo_type: str) -> str:
         path = client.download_repo(repo_id, repo_type, allow_patterns=[file] if file else None) / file
         if not path.exists() or not any(path.iterdir() if path.is_dir() else [path]):
             raise FileNotFoundError("there are no such files")
-    # As of the Hub's client, the errors have many types.
+    # The network and the server raise many types of errors.
     except Exception as error:
         login = "Check the name and the connection. For a private one, set MODELSCOPE_API_TOKEN."
         raise UserError(f"{name} cannot be downloaded: {_reason(error)}. {login}") from error

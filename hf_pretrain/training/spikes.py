@@ -105,7 +105,7 @@ class SpikeWatch(TrainerCallback):
 
     def __init__(self, trainer: "MaskedLossTrainer"):
         self.trainer = trainer
-        # As the collator has it.
+        # The collator pads with it.
         self._pad_token_id = base_model_of(trainer.model).config.pad_token_id or 0
         self._forget()
 

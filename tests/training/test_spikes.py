@@ -303,6 +303,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, capfd):
     ("changes", "words"),
     [
         ({"skip_spikes": True, "has_masked_loss": False}, "works in pretraining"),
+        ({"skip_spikes": True, "deepspeed_plugin": "ZeRO"}, "DeepSpeed updates the weights in the backward pass"),
         ({"rewind_spikes": True, "fp16": True}, "--rewind_spikes: in fp16, the loss scaler decides"),
         ({"rewind_spikes": True, "skip_spikes": True}, "Leave out --skip_spikes"),
         ({"rewind_spikes": True, "neftune_noise_alpha": 5.0}, "--neftune_noise_alpha"),
