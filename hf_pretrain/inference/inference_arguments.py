@@ -16,6 +16,7 @@ from ..runtime.package_models import package_model
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
 from ..weights.adapters import adapter_base, is_adapted
+from ..weights.gguf import DEFAULT_SAMPLING, own_sampling
 from ..weights.model_arguments import ModelArguments, load_model
 from .llama_cpp import LlamaCppModel
 from .terminal_chat import is_base_model
@@ -58,10 +59,18 @@ def make_inference_parser(description: str) -> RecipeParser:
         help="divisor of the logits; 0 takes the most probable token; by default the model's own, or 0.8",
     )
     parser.add_argument(
-        "--top_p", type=float, default=0.9, help="sample from the likeliest tokens that together have this probability"
+        "--top_p",
+        type=float,
+        help="sample from the likeliest tokens with this probability in all; by default the model's own, or 0.9",
     )
-    parser.add_argument("--top_k", type=int, default=50, help="sample from this many of the likeliest tokens")
-    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, tokens repeat less often")
+    parser.add_argument(
+        "--top_k", type=int, help="sample from this many of the likeliest tokens; by default the model's own, or 50"
+    )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        help="above 1, tokens repeat less often; by default the model's own, or 1",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     return parser
 
@@ -71,8 +80,8 @@ def load_for_inference(
 ) -> tuple[PreTrainedModel | LlamaCppModel, PreTrainedTokenizerFast]:
     """
     Return the model, which gives `num_sequences` answers at once, and the tokenizer that the flags name, and seed the
-    sampling. Complete `model_name_or_path`, the newest run by default, and `raw`, which is on by default for base
-    models, and `temperature`. Turn `think` into a boolean or `None`.
+    sampling. Complete `model_name_or_path`, the newest run by default, `raw`, which is on by default for base models,
+    and the settings of the sampling. Turn `think` into a boolean or `None`.
     """
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
@@ -84,9 +93,11 @@ def load_for_inference(
     # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
-    if args.temperature is None:
-        published = package_model(adapter_base(name) or name)
-        args.temperature = published.temperature if published else model.generation_config.temperature or 0.8
+    published = package_model(adapter_base(name) or name)
+    own = own_sampling(model.generation_config) | ({"temperature": published.temperature} if published else {})
+    for setting, value in (DEFAULT_SAMPLING | own).items():
+        if vars(args)[setting] is None:
+            setattr(args, setting, value)
     args.think = THINK[args.think]
     args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
     answering = with_engine(model, args.engine, num_sequences=num_sequences)
@@ -121,8 +132,7 @@ def with_engine(model: Any, engine: str | None, *, num_sequences: int = 1) -> An
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the sampling, as [`~inference.terminal_chat.settle_sampling`] takes them."""
-    names = ("temperature", "max_new_tokens", "top_p", "top_k", "repetition_penalty")
-    return {name: vars(args)[name] for name in names}
+    return {name: vars(args)[name] for name in ("max_new_tokens", *DEFAULT_SAMPLING)}
 
 
 def load_for_server(name: str, rope_scaling: str | None) -> tuple[TemporaryDirectory, Callable[..., Any]]:

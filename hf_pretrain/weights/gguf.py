@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..data.encoding import EMPTY_THOUGHT
@@ -47,10 +47,28 @@ _LLAMA_3 |= {"original_max_position_embeddings": 8192}
 # SmolLM2's write where a conversation has none.
 _CHATML = Path(__file__).with_name("Modelfile.txt")
 _NEWER_OLLAMA = "FROM ./model.gguf\nREQUIRES 0.30.0\n"
+# The sampling of chats where the model has no values of its own, and llama.cpp's names for it.
+DEFAULT_SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.0}
+_LLAMA_CPP = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "repetition_penalty": "penalty_repeat"}
 
 
-def _write_modelfile(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return Ollama's `Modelfile`, with a template if ChatML gives the prompts of the chat template token by token."""
+def own_sampling(config: GenerationConfig) -> dict[str, Any]:
+    """Return those of the settings of `DEFAULT_SAMPLING` that a model has of its own."""
+    return {name: value for name in DEFAULT_SAMPLING if (value := getattr(config, name)) is not None}
+
+
+def _write_modelfile(tokenizer: PreTrainedTokenizerFast, config: GenerationConfig) -> str:
+    """Return Ollama's `Modelfile`. Ollama's own defaults differ, so it holds all settings of the sampling."""
+    settings = {
+        name.replace("repetition", "repeat"): x for name, x in (DEFAULT_SAMPLING | own_sampling(config)).items()
+    }
+    # As in transformers, the penalty counts the whole text.
+    parameters = (settings | {"repeat_last_n": -1}).items()
+    return _write_template(tokenizer) + "".join(f"PARAMETER {name} {value:g}\n" for name, value in parameters)
+
+
+def _write_template(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a `Modelfile` with a template if ChatML gives the prompts of the chat template token by token."""
     messages = [("user", "Why?"), ("assistant", "Because."), ("user", "And?")]
     try:
         prompt = encode_prompt(tokenizer, [{"role": role, "content": content} for role, content in messages])
@@ -137,6 +155,9 @@ def write_gguf(
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if tensor_type == "F32" else f"MOSTLY_{tensor_type}"])
     writer.add_name(name)
     _add_config(writer, model.config)
+    for setting, value in own_sampling(model.generation_config).items():
+        getattr(writer, f"add_sampling_{_LLAMA_CPP[setting]}")(value)
+    writer.add_sampling_penalty_last_n(-1)
     if tokenizer is None:
         # llama.cpp loads such a file, but accepts only ids, no text.
         writer.add_tokenizer_model("no_vocab")
@@ -148,7 +169,9 @@ def write_gguf(
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
         if tokenizer.chat_template:
-            (directory / "Modelfile").write_text(_write_modelfile(tokenizer), encoding="utf-8")
+            (directory / "Modelfile").write_text(
+                _write_modelfile(tokenizer, model.generation_config), encoding="utf-8"
+            )
     for tensor_name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.

@@ -11,9 +11,11 @@ import sys
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference import terminal_chat
+from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser, sampling_options
 from hf_pretrain.inference.terminal_chat import AUTO_PROMPTS, Chat, PartsStreamer, is_base_model, last_turns
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_documents
@@ -323,6 +325,21 @@ def test_the_recipe_talks_with_the_newest_run(talker, tmp_path, run_recipe, monk
     assert out.startswith("out/run\n/help lists the commands.\n> thinking is off\n> ")
     assert "'/nothing' is not a command" in out and "'hot'" in out and "system: \ufffd" in out
     assert out.endswith('> (calls) get_weather {"city": "Oslo"}\n(result) rain\nIt rains in Oslo.\n[speed]\n> ')
+
+
+def test_a_model_brings_its_own_sampling(talker, tmp_path):
+    shutil.copytree(talker, tmp_path / "model")
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    GenerationConfig(do_sample=True, **own).save_pretrained(tmp_path / "model")
+    found = []
+    for flags in ([], ["--top_k", "5", "--repetition_penalty", "1"]):
+        words = ["--model_name_or_path", str(tmp_path / "model"), "--engine", "transformers", *flags]
+        args = make_inference_parser("").parse_args(words)
+        load_for_inference(args)
+        found.append(sampling_options(args))
+    # The model says nothing of `top_p`.
+    assert found[0] == own | {"top_p": 0.9, "max_new_tokens": 512}
+    assert found[1] == found[0] | {"top_k": 5, "repetition_penalty": 1.0}
 
 
 def test_the_recipe_answers_eight_questions_with_more_positions(talker, run_recipe):

@@ -161,7 +161,8 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, sourc
     assert not (tmp_path / "plain/Modelfile").exists()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
     export(build(vocab_size=len(tokenizer)), tmp_path / "other", "gguf", tokenizer=tokenizer, dtype="q4_0")
-    assert (tmp_path / "other/Modelfile").read_text() == "FROM ./model.gguf\nREQUIRES 0.30.0\n"
+    text = (tmp_path / "other/Modelfile").read_text()
+    assert text.startswith("FROM ./model.gguf\nREQUIRES 0.30.0\n") and "TEMPLATE" not in text
 
 
 # NOTE: use a separate process, which can be killed: stopping the server sometimes hangs.
@@ -225,6 +226,25 @@ def test_logits_and_greedy_continuation(name, tmp_path):
             actual = next_token(post, greedy[0, :length].tolist())
             assert actual.argmax() == greedy[0, length]
             torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
+
+
+@needs_llama_cpp
+def test_a_model_takes_its_sampling_along(tmp_path):
+    """Ollama would use a penalty of 1.1, and llama.cpp a `top_k` of 40."""
+    tokenizer, own = load_tokenizer(FIXTURES / "tokenizers/v1"), {"temperature": 0.7, "repetition_penalty": 1.25}
+    for name, more in (("own", own), ("none", {})):
+        model = build(**MODELS["llama"])
+        model.generation_config.update(do_sample=True, **more)
+        export(model, tmp_path / name, "gguf", tokenizer=tokenizer)
+    lines = [(tmp_path / name / "Modelfile").read_text().splitlines()[-5:] for name in ("own", "none")]
+    rest = ["PARAMETER top_p 0.9", "PARAMETER top_k 50"]
+    end = "PARAMETER repeat_last_n -1"
+    assert lines[0] == ["PARAMETER temperature 0.7", *rest, "PARAMETER repeat_penalty 1.25", end]
+    assert lines[1] == ["PARAMETER temperature 0.8", *rest, "PARAMETER repeat_penalty 1", end]
+    with llama_server(tmp_path / "own" / FILE_NAME) as post:
+        settings = post("/completion", prompt=[1, 2], n_predict=1)["generation_settings"]
+    found = [settings[name] for name in ("temperature", "repeat_penalty", "repeat_last_n")]
+    assert found == pytest.approx([0.7, 1.25, -1])
 
 
 CALL = {"name": "weather", "arguments": {"city": "Wien", "unit": "c"}}
