@@ -40,8 +40,9 @@ def penalize(penalty: float, counted: str | None, *, width: int) -> dict[str, An
     """Return the arguments of `generate` for prompts that are padded to `width` tokens."""
     if counted == "answer":
         processor = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=width)
-        return {"logits_processor": LogitsProcessorList([processor])}
-    return {} if counted is None else {"repetition_penalty": penalty}
+        return {"repetition_penalty": 1.0, "logits_processor": LogitsProcessorList([processor])}
+    # Without it, a penalty of the model's own would count.
+    return {"repetition_penalty": penalty}
 
 
 def measure(model: PreTrainedModel, tokenizer: Any, prompts: list[list[int]], questions: EvalQuestions | None) -> list:

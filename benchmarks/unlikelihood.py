@@ -8,36 +8,28 @@ Fine-tune a chat model so that its answers do not loop: sequence-level unlikelih
 Each step answers some of its own prompts greedily. Let p be the probability of a token that belongs to a 4-gram which
 occurred earlier in the same answer. The loss of the step is the cross-entropy of its conversations plus
 `unlikelihood_weight` times the mean of -log(1 - p); a weight of 0 is the control. With `--anchor 1`, the KL
-divergence from the first model replaces the cross-entropy. `--pairs FILE` trains nothing: it writes the loops of the
-model, beside real answers, for `hf-pretrain dpo`. It needs a single process. All other flags are those of
-`hf-pretrain sft`. docs/performance.md says why this is no stage of its own.
+divergence from the first model replaces the cross-entropy. It needs a single process. All other flags are those of
+`hf-pretrain sft`. `examples/no_loops.py` mends loops at less cost; docs/performance.md compares them.
 """
 
-import json
-import random
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
+from examples.no_loops import GREEDY, mark_repeated
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.model.loss import prediction_weights
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
-from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
-from hf_pretrain.training.samples import generate, stop_tokens_of
+from hf_pretrain.training.samples import generate
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
-
-
-# Greedy search ignores the last three, and transformers warns about a chat model's own values.
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 @dataclass
@@ -47,7 +39,6 @@ class UnlikelihoodArguments:
     unlikelihood_weight: float = HfArg(default=0.3, help="Weight of the unlikelihood in the loss.")
     num_answers: int = HfArg(default=32, help="Answers per step.")
     answer_tokens: int = HfArg(default=32, help="Tokens of an answer.")
-    pairs: str | None = HfArg(default=None, help="Write pairs of real answers and loops to this file, and stop.")
     anchor: float = HfArg(default=0.0, help="Share of the cross-entropy that KL(first model || model) replaces.")
 
 
@@ -62,39 +53,6 @@ def find_prompts(inputs: dict[str, torch.Tensor], *, max_tokens: int = 160) -> l
             if answers and 0 < answers[0] <= max_tokens:
                 prompts.append(ids[start : start + answers[0]].tolist())
     return prompts
-
-
-def mark_repeated(tokens: list[int], n: int = 4) -> list[bool]:
-    """Return for each token whether it belongs to an n-gram that occurred earlier."""
-    seen, marks = set(), [False] * len(tokens)
-    for start in range(len(tokens) - n + 1):
-        gram = tuple(tokens[start : start + n])
-        if gram in seen:
-            marks[start : start + n] = [True] * n
-        seen.add(gram)
-    return marks
-
-
-def write_pairs(path: str, documents: Dataset, tokenizer: Any, model: Any, *, num_conversations: int = 2500) -> None:
-    """
-    Write preferences for `hf-pretrain dpo`: the real first answer, and the model's greedy answer if it loops for 96
-    tokens. `--max_length 96` cuts its end off, so its stop token is not among the rejected tokens.
-    """
-    questions = []
-    for index in random.Random(0).sample(range(len(documents)), num_conversations):
-        messages = json.loads(documents[index]["text"])["messages"]
-        turns = zip(messages, messages[1:], strict=False)
-        last = next((n for n, turn in enumerate(turns) if [m["role"] for m in turn] == ["user", "assistant"]), None)
-        if last is not None and len(prompt := encode_prompt(tokenizer, messages[: last + 1])) <= 60:
-            questions.append((prompt, messages[: last + 1], messages[last + 1]["content"]))
-    questions.sort(key=lambda question: len(question[0]))
-    with open(path, "w", encoding="utf-8") as file:
-        for batch in (questions[start : start + 96] for start in range(0, len(questions), 96)):
-            answers = generate(model, tokenizer, [prompt for prompt, *_ in batch], max_new_tokens=96, **GREEDY)
-            for (_, messages, chosen), answer in zip(batch, answers, strict=True):
-                if chosen and answer[-1] not in stop_tokens_of(model) and any(mark_repeated(answer)):
-                    pair = {"prompt": messages, "chosen": chosen, "rejected": tokenizer.decode(answer)}
-                    file.write(json.dumps(pair, ensure_ascii=False) + "\n")
 
 
 class UnlikelihoodTrainer(MaskedLossTrainer):
@@ -146,11 +104,6 @@ def main(
     term_args: UnlikelihoodArguments,
     training_args: SFTTrainingArguments,
 ) -> None:
-    if term_args.pairs:
-        documents, _ = data_args.load_sets(training_args, keep_rejected=False)
-        tokenizer = model_args.load_tokenizer()
-        write_pairs(term_args.pairs, documents, tokenizer, load_model(model_args, tokenizer))
-        return
     method = "fine-tuning on conversations with sequence-level unlikelihood"
     run = begin_run("sft", training_args, model_args, data_args, term_args, method=method)
     tokenizer = model_args.load_tokenizer(run.checkpoint)

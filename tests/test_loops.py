@@ -1,22 +1,30 @@
-"""The benchmarks of answers that loop: terms equal their formulas, and figures of the page those of the record."""
+"""Answers that loop: the example ends loops, terms equal formulas, and figures of the page those of the record."""
 
 import json
 import re
+import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from benchmarks import loops, unlikelihood
+from examples import no_loops
+from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.control_tokens import encode_prompt
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.samples import generate
 from tests.invariants.launching import ROOT
-from tests.toys import toy_model
+from tests.toys import toy_model, write_jsonl
 
 
 def test_repeated_tokens_and_prompts_are_found():
-    marks = unlikelihood.mark_repeated([5, 6, 7, 8, 9, 5, 6, 7, 8])
+    marks = no_loops.mark_repeated([5, 6, 7, 8, 9, 5, 6, 7, 8])
     assert marks == [False] * 5 + [True] * 4
     # The 4-gram 3333 occurs again one token later, and so do all of its tokens but the first.
-    assert unlikelihood.mark_repeated([3] * 6) == [False] + [True] * 5
+    assert no_loops.mark_repeated([3] * 6) == [False] + [True] * 5
     # Two documents in a row: only the first begins with a prompt of an answer.
     inputs = {
         "input_ids": torch.tensor([[11, 12, 13, 14, 21, 22]]),
@@ -56,10 +64,52 @@ def test_steps_on_the_term_end_a_loop():
     assert first > 1 and term(trainer, model, [[5, 6]]) == 0
 
 
+def test_the_example_ends_loops_and_gives_a_penalty(talker, tmp_path, monkeypatch):
+    """A model that says one token for ever learns real answers, and a model that does not loop is left alone."""
+    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker), load_tokenizer(talker)
+    questions = ["two and two?", "hello"]
+    prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in questions]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for prompt in prompts * 25:
+        row = torch.tensor([[*prompt, *[50] * 100]])
+        model(row, labels=row).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "loops")
+    tokenizer.save_pretrained(tmp_path / "loops")
+    turns = [(text, f"{answer}, I think.") for text in questions for answer in ("It is four", "It is five")]
+    roles = ("user", "assistant")
+    path = write_jsonl(
+        tmp_path / "chats.jsonl",
+        [{"messages": [{"role": r, "content": c} for r, c in zip(roles, turn, strict=True)]} for turn in turns],
+    )
+    words = ["no_loops", "--dataset_name", path, "--output_dir", str(tmp_path / "out"), "--eval_strategy", "no"]
+    words += ["--max_steps", "30", "--learning_rate", "1e-3", "--per_device_train_batch_size", "2", "--model"]
+    monkeypatch.setattr(sys, "argv", [*words, str(talker)])
+    with pytest.raises(UserError, match="There is nothing to mend"):
+        no_loops.main()
+    monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "loops")])
+    no_loops.main()
+    pairs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    loop = tokenizer.decode([50] * no_loops.ANSWER_TOKENS)
+    assert [pair["rejected"] for pair in pairs] == [loop] * 4
+    new = MiniMindForCausalLM.from_pretrained(tmp_path / "out")
+    assert new.generation_config.repetition_penalty == 1.1
+    for prompt in prompts:
+        for each, does_loop in ((model, True), (new, False)):
+            (answer,) = generate(
+                each, tokenizer, [prompt], max_new_tokens=32, repetition_penalty=1.0, **no_loops.GREEDY
+            )
+            assert any(no_loops.mark_repeated(answer)) == does_loop
+
+
 def test_a_penalty_can_leave_the_prompt_out():
-    (processor,) = loops.penalize(2.0, "answer", width=2)["logits_processor"]
+    settings = loops.penalize(2.0, "answer", width=2)
+    (processor,) = settings["logits_processor"]
     scores = processor(torch.tensor([[0, 1, 2]]), torch.full((1, 4), 3.0))
     assert scores.tolist() == [[3.0, 3.0, 1.5, 3.0]]
+    # A penalty of the model's own would count twice.
+    assert settings["repetition_penalty"] == 1.0
 
 
 def record() -> dict:
