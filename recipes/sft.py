@@ -40,14 +40,6 @@ def main(
     question_args: EvalQuestionArguments,
     training_args: SFTTrainingArguments,
 ):
-    if data_args.preview:
-        from hf_pretrain.data.inspection import format_preview
-
-        # A preview trains nothing, so it must not touch the output directory.
-        tokenizer = model_args.load_tokenizer()
-        rows = load_rows(data_args, training_args, tokenizer, keep_rejected=False)
-        print_result(format_preview(rows.train, tokenizer, num_rows=data_args.preview))
-        return
     method = "fine-tuning on conversations"
     run = begin_run("sft", training_args, model_args, adapter_args, data_args, task_args, question_args, method=method)
     tokenizer = model_args.load_tokenizer(run.checkpoint)

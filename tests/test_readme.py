@@ -180,7 +180,11 @@ for words, code in json.load(open(sys.argv[1])):
         exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as end:
+            # A preview ends its process.
+            assert not end.code
 print("all done")
 """
 

@@ -221,6 +221,31 @@ def test_sft_previews_the_trained_tokens(workspace):
     assert coloured and set(coloured) <= set(completions)
 
 
+@pytest.mark.parametrize(
+    ("stage", "data", "length", "row"),
+    [
+        (
+            "dpo",
+            "pairs.jsonl",
+            "max_length",
+            r"prompt_ids: <\|im_start\|>user\n\d+\?.*\nchosen_ids: yes.*\nrejected_ids: no",
+        ),
+        ("grpo", "embedded:arithmetic", "max_completion_length", r"prompt: \[\{'role': 'user', 'content': "),
+    ],
+)
+def test_a_preview_shows_preferences_and_tasks_and_leaves_a_run_alone(workspace, stage, data, length, row):
+    run = workspace / "ended"
+    run.mkdir(exist_ok=True)
+    (run / "config.json").touch()
+    name = data if data.startswith("embedded") else str(workspace / data)
+    flags = ["--model_name_or_path", str(workspace / "toy"), "--dataset_name", name, f"--{length}", "64"]
+    flags += ["--preview", "2", "--output_dir", str(run)]
+    result = start([sys.executable, str(ROOT / f"recipes/{stage}.py"), *flags])
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert result.stdout.count("--- a row\n") == 2 and re.search(row, result.stdout, re.DOTALL)
+    assert [path.name for path in run.iterdir()] == ["config.json"]
+
+
 # The Makefile and its launchers
 
 

@@ -27,12 +27,12 @@ from ..training.run_directory import COMMAND_VARIABLE
 from ..weights.model_arguments import choose_preset
 
 
-# The flags that people change. The parsers of the stages know their helps, choices and defaults.
+# The flags that people change. The parsers of the stages and of the command know their helps, choices and defaults.
 FLAGS = (
     *("dataset_name", "eval_dataset_name", "train_fraction", "max_length", "model_name_or_path"),
     *("teacher_name_or_path", "rewards", "num_train_epochs", "max_steps", "max_minutes", "learning_rate"),
     *("lr_scheduler_type", "optim_preset", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft"),
-    *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu"),
+    *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu", "nproc", "ds"),
 )
 CHAT_NAME = "chat.json"
 
@@ -43,7 +43,8 @@ def read_flags() -> dict[str, dict[str, argparse.Action]]:
     for stage in hf_pretrain_cli.STAGES:
         # The recipe says which extra is missing, and exits.
         with suppress(SystemExit), redirect_stderr(io.StringIO()):
-            actions = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")._actions
+            recipe = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")
+            actions = [*recipe._actions, *hf_pretrain_cli.make_parser()._actions]
             flags[stage] = {action.dest: action for action in reversed(actions) if action.dest in FLAGS}
     return flags
 
@@ -75,6 +76,18 @@ def make_words(
         if value and flag in actions:
             words += [f"--{flag}", *(shlex.split(value) if actions[flag].nargs in ("+", "*") else [value])]
     return [*words, *shlex.split(more), "--output_dir", f"out/{name}"]
+
+
+def evaluation_words(run: Path, tasks: str, data: str, more: str) -> list[str]:
+    """Return the words after `hf-pretrain` that evaluate a run, on tasks and on data if they are named."""
+    words = ["evaluate", "--model_name_or_path", str(run), *(["--tasks", tasks] if tasks else [])]
+    return [*words, *(["--eval_dataset_name", *shlex.split(data)] if data else []), *shlex.split(more)]
+
+
+def export_words(run: Path, form: str, repository: str) -> list[str]:
+    """Return the words after `hf-pretrain` that export a run, and push it if a repository is named."""
+    words = ["convert", "--from", str(run), "--to", f"{run}-{form}", "--format", form]
+    return [*words, *(["--push", "--hub_model_id", repository] if repository else [])]
 
 
 def command_of(*words: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The page of the board in one language: gradio's components, and what happens when one is used."""
 
+import re
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -94,6 +95,13 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
         end_chat = gr.Button(t("End chat"), elem_id="end-chat", min_width=120)
     link, view = gr.HTML(elem_id="link"), gr.HTML(elem_id="view")
     log = gr.Textbox(label=t("Log"), lines=12, max_lines=12, interactive=False, elem_id="log")
+    with gr.Accordion(t("Evaluate"), open=False, elem_id="evaluation"):
+        with gr.Row():
+            tasks = gr.Textbox(label=t("Tasks"), placeholder="minimind,small,tool_call", min_width=200)
+            data = gr.Textbox(label=t("Validation data"), placeholder=f"{t('default')}: embedded", min_width=200)
+            more = gr.Textbox(label=t("More flags"), placeholder="--limit 100", min_width=200)
+        evaluate = gr.Button(t("Evaluate"), elem_id="evaluate")
+        results = gr.Textbox(label=t("Output"), lines=8, interactive=False, elem_id="evaluation-output")
     with gr.Accordion(t("Export and push"), open=False, elem_id="export"):
         with gr.Row():
             form = gr.Dropdown(list(EXPORT_FORMATS), value="llama", label=t("Format"), min_width=200)
@@ -115,7 +123,8 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
     chat.click(_doing(t, launching.start_chat, "The chat page is loading the model."), chosen)
     end_chat.click(_doing(t, partial(launching.stop, holder=launching.CHAT_NAME)), chosen)
 
-    export.click(partial(_write_export, t), [chosen, form, repository], output)
+    evaluate.click(partial(_show_output, t, launching.evaluation_words), [chosen, tasks, data, more], results)
+    export.click(partial(_show_output, t, launching.export_words), [chosen, form, repository], output)
 
 
 def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
@@ -133,11 +142,12 @@ def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
     return [choices, now, view, runs.read_output(chosen), _link(chosen, t)]
 
 
-async def _write_export(t: Translation, name: str | None, form: str, repository: str) -> AsyncIterator[str]:
-    """Export a run, push it if a repository is named, and yield the output."""
-    _check_chosen(name, t)
-    words = ["convert", "--from", str(OUT / name), "--to", f"{OUT / name}-{form}", "--format", form]
-    words += ["--push", "--hub_model_id", repository] if repository else []
+async def _show_output(
+    t: Translation, make_words: Callable[..., list[str]], name: str | None, *values: str
+) -> AsyncIterator[str]:
+    """Run a command on the chosen run, and yield the command and its output while it grows."""
+    with _shown_errors(t):
+        words = make_words(OUT / _check_chosen(name, t), *values)
     async for text in run_command(*words):
         yield f"$ {shlex.join(['hf-pretrain', *words])}\n{text}"
 
@@ -184,7 +194,10 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], language: str, t: Translat
         fields = [_make_field(flag, flags, chinese.get(flag)) for flag in FLAGS]
     more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
-    plan = gr.Button(t("Make the plan"), elem_id="make-plan")
+    with gr.Row():
+        preview = gr.Button(t("Show the data"), elem_id="show-data", min_width=120)
+        plan = gr.Button(t("Make the plan"), elem_id="make-plan", min_width=120)
+    rows = gr.HTML(elem_id="data")
     planned = gr.Textbox(
         label=t("Plan"),
         info=t("A few steps are measured, and nothing is written. A run can start after its plan."),
@@ -197,6 +210,7 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], language: str, t: Translat
     handlers, quiet = _Form(flags, language, t), {"show_progress": "hidden"}
     gr.on([page.load, stage.change, preset.change], handlers.choose, [stage, preset], [name, *fields], **quiet)
     gr.on([each.change for each in everything], handlers.show_command, everything, [command, start], **quiet)
+    preview.click(handlers.show_data, everything, rows)
     plan.click(handlers.make_plan, everything, [planned, start])
     start.click(handlers.start, everything, start)
 
@@ -243,6 +257,13 @@ class _Form:
         except gr.Error as error:
             text = error.message
         return [text, gr.Button(interactive=False)]
+
+    async def show_data(self, *values: str) -> AsyncIterator[str]:
+        """Show the first rows of the training data, with the trained tokens in colour."""
+        async for text in run_command(*self._read(*values), "--preview", "5", language=self.language):
+            marked = re.sub("\033\\[3(.)m", r'<mark class="color-\1">', escape(text)).replace("\033[0m", "</mark>")
+            legend = self.t("Marked tokens are trained.") if marked != escape(text) else ""
+            yield f"{legend}<pre>{marked}</pre>"
 
     async def make_plan(self, *values: str) -> AsyncIterator[list[Any]]:
         """Show the output of a dry run while it grows. After a mistake, nothing can be started."""

@@ -40,7 +40,6 @@ class ChatArguments(DataArguments):
         help="The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
         metadata={"choices": ("assistant", "last_turn", "all")},
     )
-    preview: int = HfArg(default=0, help="Print this many packed sequences, with trained tokens in colour, and stop.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -191,11 +191,17 @@ def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenize
     tokens without loss have no colour.
 
     Args:
-        rows (`Iterable[dict]`): rows with `input_ids`, `seq_lengths` and optionally `loss_mask`.
+        rows (`Iterable[dict]`): packed sequences with `input_ids`, `seq_lengths` and optionally `loss_mask`; or
+            preferences or tasks, whose columns appear as they are.
         num_rows (`int`): number of rows to show.
     """
     lines = []
     for row in itertools.islice(rows, num_rows):
+        if "input_ids" not in row:
+            # Preferences hold ids. Tasks hold messages, and what the rewards read.
+            shown = {name: tokenizer.decode(each) if name.endswith("_ids") else each for name, each in row.items()}
+            lines += ["--- a row", *(f"{name}: {each}" for name, each in shown.items() if each is not None)]
+            continue
         lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")
         # An entry of `loss_mask` weighs the prediction of the token at the same index.
         weights = row.get("loss_mask", [1] * len(row["input_ids"]))

@@ -63,8 +63,9 @@ class EvaluationArguments(LMTrainingArguments):
 
     # An evaluation trains nothing, so it must not refuse a DeepSpeed config that Muon cannot follow.
     default_optim_preset = "adamw"
-    # There is no run to plan, so this is no flag here.
+    # There is no run to plan and nothing to train on, so these are no flags here.
     dry_run: bool = field(default=False, init=False)
+    preview: int = field(default=0, init=False)
     output_dir: str | None = HfArg(
         default=None, help="The run to evaluate without --model_name_or_path; by default the newest one in out/."
     )

@@ -108,7 +108,10 @@ _CHINESE = {
     "Open the chat": "打开聊天页面",
     "The chat page is loading the model.": "聊天页面正在加载模型。",
     "The run has saved no model yet.": "这个训练还没有保存模型。",
-    # The board: exports
+    # The board: evaluations and exports
+    "Evaluate": "评测",
+    "Tasks": "任务",
+    "Validation data": "验证数据",
     "Export and push": "导出与上传",
     "Format": "格式",
     "Repository on the Hub, to push the export": "Hub 上的仓库（填写后上传导出的模型）",
@@ -123,6 +126,8 @@ _CHINESE = {
     "Settings": "设置",
     "More flags": "其他参数",
     "Command to copy": "可复制的命令",
+    "Show the data": "查看数据",
+    "Marked tokens are trained.": "高亮的 token 参与训练。",
     "Make the plan": "生成计划",
     "Plan": "计划",
     "A few steps are measured, and nothing is written. A run can start after its plan.": (

@@ -120,7 +120,7 @@ class Run:
 def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) -> Run:
     """
     Check the arguments together, lock `output_dir`, choose the checkpoint to resume from, record the run
-    (`run_directory.py`), print the devices, and seed all random numbers. A dry run only checks and seeds.
+    (`run_directory.py`), print the devices, and seed all random numbers. A dry run or a preview only checks and seeds.
 
     Args:
         recipe (`str`): the file in `recipes/`, without its ending.
@@ -137,15 +137,15 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
     _check_arguments(args, others)
     bases = [part.model_name_or_path for part in others if isinstance(part, ModelArguments)]
     facts = RunFacts(method, recipe, base_model=bases[0], loss_unit=loss_unit)
-    planned_dir = args.output_dir
-    if args.dry_run:
-        if not is_resumed(args):
+    planned_dir, writes = args.output_dir, not (args.dry_run or args.preview)
+    if not writes:
+        if not (is_resumed(args) or args.preview):
             RunDirectory(args).check_unused()
         settle_dry_run(args)
         if args.process_index == 0:
             print(f"Dry run: {args.launch_description}")
     run = Run(args, others, facts=facts, planned_dir=planned_dir)
-    if not args.dry_run:
+    if writes:
         check_output(args.output_dir, "--output_dir")
         # Lock `output_dir` before anything writes into it: log, download or record.
         run.directory.lock(is_resumed=is_resumed(args))
@@ -210,6 +210,12 @@ def train(
             answers to questions of the validation set, or continuations of its texts.
     """
     args, facts = run.args, run.facts
+    if args.preview:
+        from ..data.inspection import format_preview
+
+        if args.process_index == 0:
+            print_result(format_preview(data.train, data.tokenizer, num_rows=args.preview))
+        raise SystemExit
     facts.datasets, facts.data = data.names, data.report
     facts.data_kind, facts.eval_datasets = data.kind, data.eval_names
     settle(run, data, model)

@@ -79,6 +79,7 @@ class LMTrainingArguments(TrainingArguments):
         "pretraining, unless you pass a batch size or an accumulation.",
     )
     dry_run: bool = HfArg(default=False, help="Train four steps, print the plan of the run, and stop.")
+    preview: int = HfArg(default=0, help="Print this many rows of data, with trained tokens in colour, and stop.")
     report_to: None | str | list[str] = HfArg(
         default=None, help="Trackers of the run, or none. By default trackio, if it is installed."
     )

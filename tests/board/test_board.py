@@ -22,6 +22,7 @@ from tests.faults.driving import command as toy_command
 from tests.faults.driving import make_workspace, steps_of, wait_for
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, free_port
+from tests.toys import write_jsonl
 
 
 # The machine may be busy with other tests.
@@ -162,6 +163,39 @@ def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_aga
 
 
 @pytest.mark.slow
+def test_the_form_shows_the_data_and_plans_two_processes_of_deepspeed(page, board, workspace):
+    write_jsonl(workspace / "chats.jsonl", [{"prompt": f"{n} <i>?", "completion": f"<b> {n}"} for n in range(20)])
+    open_page(page, f"{board.url}/en/?token={board.token}")
+    page.get_by_role("tab", name="New run").click()
+    page.locator("#stage input").click()
+    page.get_by_role("option", name="sft", exact=True).click()
+    page.wait_for_function("() => document.querySelector('#name input, #name textarea').value.startsWith('sft')")
+    for flag, text in (("dataset_name", "missing.jsonl"), ("model_name_or_path", "toy"), ("max_length", "64")):
+        page.locator(f"#flag-{flag} input, #flag-{flag} textarea").first.fill(text)
+    page.locator("#show-data").click()
+    wait_for_text(page, "#data", "exit status 2")
+    assert "error: There is no file or directory missing.jsonl" in page.locator("#data").inner_text()
+    page.locator("#flag-dataset_name input, #flag-dataset_name textarea").first.fill("chats.jsonl")
+    page.locator("#show-data").click()
+    wait_for_text(page, "#data", "Marked tokens are trained.")
+    page.wait_for_function("() => document.querySelectorAll('#data mark').length > 4")
+    marked = page.locator("#data mark").all_inner_texts()
+    assert all(re.fullmatch(r"<b> \d+<\|im_end\|>", text) for text in marked)
+    assert re.search(r"<\|im_start\|>user\s\d+ <i>\?<\|im_end\|>", page.locator("#data").inner_text())
+    assert "\033" not in page.locator("#data").inner_text()
+    page.locator("#flag-nproc input, #flag-nproc textarea").first.fill("2")
+    page.locator("#flag-ds input").click()
+    page.get_by_role("option", name="zero2", exact=True).click()
+    page.locator("#more input, #more textarea").first.fill(
+        "--use_cpu --bf16 false --validation_fraction 0 --max_steps 4"
+    )
+    page.locator("#make-plan").click()
+    page.wait_for_function("() => /Files +out|exit/.test(document.querySelector('#plan textarea').value)")
+    plan = page.locator("#plan textarea").input_value()
+    assert "2 process(es) on CPU" in plan and "ds_configs/zero2.json" in plan
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_chinese, board, workspace, hub, size):
     page = browser_in_chinese
@@ -176,6 +210,17 @@ def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_
         wait_for_text(page, "#view", text)
     assert page.locator("#view svg").count() >= 4 and "损失随 token 数的变化" in page.locator("#view").inner_text()
     if size == "desktop":
+        page.locator("#evaluation button").first.click()
+        page.get_by_label("验证数据").fill("train.jsonl")
+        page.locator("#evaluation").get_by_label("其他参数").fill("--max_length 32 --use_cpu")
+        page.locator("button#evaluate").click()
+        output = page.locator("#evaluation-output textarea")
+        page.wait_for_function("output => /per byte|exit/.test(output.value)", arg=output.element_handle())
+        command = (
+            "evaluate --model_name_or_path out/terminal --eval_dataset_name train.jsonl --max_length 32 --use_cpu"
+        )
+        assert output.input_value().startswith(f"$ hf-pretrain {command}\n")
+        assert (workspace / "out/terminal/evaluation.json").is_file()
         page.locator("#export button").first.click()
         page.get_by_label("格式").click()
         page.get_by_role("option", name="minimind", exact=True).click()
@@ -261,6 +306,15 @@ def test_a_form_becomes_a_command():
         with pytest.raises(ValueError, match="for the name"):
             launching.make_words(actions, "pretrain", "tiny", name, values, "")
     assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
+
+
+def test_an_evaluation_names_tasks_and_data():
+    words = launching.evaluation_words(Path("out/a"), "small,piqa", "'my test.jsonl' b.jsonl", "--limit 3")
+    assert words == [
+        *("evaluate", "--model_name_or_path", "out/a", "--tasks", "small,piqa"),
+        *("--eval_dataset_name", "my test.jsonl", "b.jsonl", "--limit", "3"),
+    ]
+    assert launching.evaluation_words(Path("out/a"), "", "", "") == words[:3]
 
 
 def test_a_command_prints_in_the_language_of_the_page():
