@@ -143,7 +143,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
             RunDirectory(args).check_unused()
         settle_dry_run(args)
         if args.process_index == 0:
-            print(f"Dry run: {args.launch_description}")
+            print(f"{'Preview' if args.preview else 'Dry run'}: {args.launch_description}")
     run = Run(args, others, facts=facts, planned_dir=planned_dir)
     if writes:
         check_output(args.output_dir, "--output_dir")
