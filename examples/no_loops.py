@@ -32,8 +32,8 @@ from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 # Tokens of a question and of an answer. DPO cuts pairs at the second number, so no stop token ends a loop there.
 PROMPT_TOKENS, ANSWER_TOKENS = 60, 96
-DPO = f"--max_length {ANSWER_TOKENS} --loss_type sigmoid sft --loss_weights 1 1 --max_steps 60 --learning_rate 1e-4"
-DPO += " --per_device_train_batch_size 16 --gradient_accumulation_steps 1"
+DPO = f"--max_length {ANSWER_TOKENS} --loss_type sigmoid sft --loss_weights 1 1 --beta 0.2 --learning_rate 1e-4"
+DPO += " --max_steps 60 --per_device_train_batch_size 16 --gradient_accumulation_steps 1"
 
 
 def mark_repeated(tokens: list[int], n: int = 4) -> list[bool]:
