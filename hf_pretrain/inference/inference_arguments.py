@@ -16,7 +16,7 @@ from ..runtime.package_models import package_model
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
 from ..weights.adapters import adapter_base, is_adapted
-from ..weights.gguf import DEFAULT_SAMPLING, own_sampling
+from ..weights.foreign_configs import DEFAULT_SAMPLING, own_sampling
 from ..weights.model_arguments import ModelArguments, load_model
 from .llama_cpp import LlamaCppModel
 from .terminal_chat import is_base_model

@@ -35,6 +35,7 @@ class PackageModel:
         hub_id (`str`): the model's name on the Hub, for cards.
         license (`str`): its licence, for cards.
         temperature (`float`, defaults to 0.8): the default of `chat`.
+        repetition_penalty (`float`, defaults to 1.0): that of the model's generation config.
     """
 
     distribution: str
@@ -44,6 +45,7 @@ class PackageModel:
     hub_id: str
     license: str
     temperature: float = 0.8
+    repetition_penalty: float = 1.0
 
     def find(self) -> Path:
         """
@@ -96,6 +98,8 @@ PACKAGE_MODELS = {
         license="apache-2.0",
         # In blocks of four bits, this model is too uncertain of its first token: it answers in another language.
         temperature=0.0,
+        # The greedy answers of this model loop without it, as docs/performance.md shows.
+        repetition_penalty=1.1,
     )
 }
 

@@ -25,6 +25,7 @@ from ..runtime.errors import UserError
 from ..runtime.gguf_file import GGUFFile, GGUFTensor, read_gguf_file
 from ..tokenizer.control_tokens import encode_prompt, find_turn_end
 from ..tokenizer.gguf_tokenizer import find_text_split
+from .foreign_configs import DEFAULT_SAMPLING, own_sampling
 from .layouts import is_rotated, stock_layout, to_half_split
 
 
@@ -47,14 +48,8 @@ _LLAMA_3 |= {"original_max_position_embeddings": 8192}
 # SmolLM2's write where a conversation has none.
 _CHATML = Path(__file__).with_name("Modelfile.txt")
 _NEWER_OLLAMA = "FROM ./model.gguf\nREQUIRES 0.30.0\n"
-# The sampling of chats where the model has no values of its own, and llama.cpp's names for it.
-DEFAULT_SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.0}
+# llama.cpp's names of the settings of the sampling.
 _LLAMA_CPP = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "repetition_penalty": "penalty_repeat"}
-
-
-def own_sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Return those of the settings of `DEFAULT_SAMPLING` that a model has of its own."""
-    return {name: value for name in DEFAULT_SAMPLING if (value := getattr(config, name)) is not None}
 
 
 def _write_modelfile(tokenizer: PreTrainedTokenizerFast, config: GenerationConfig) -> str:

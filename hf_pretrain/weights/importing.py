@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
-from .foreign_configs import merge_fields, read_fields
+from ..runtime.package_models import package_model
+from .foreign_configs import merge_fields, own_sampling, read_fields
 from .gguf import read_gguf
 from .layouts import LAYOUTS, describe_layout
 from .weight_files import read_json, read_tensors, resolve
@@ -67,7 +69,7 @@ def load_upstream(
         `UserError`: if a tensor is missing, unexpected, of another shape or not finite; if a size cannot be inferred
             or contradicts the config; if a pickle holds more than tensors (none of its code is run).
     """
-    path = resolve(path)
+    packaged, path = package_model(path), resolve(path)
     if is_native_checkpoint(path):
         if config:
             raise UserError(f"{path} was written by hf_pretrain, which saves its config: leave the config out.")
@@ -93,10 +95,22 @@ def load_upstream(
     check_finite(model, path)
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
+    if packaged is not None:
+        model.generation_config.repetition_penalty = packaged.repetition_penalty
+    elif path.is_dir() and (settings := path / GENERATION_CONFIG_NAME).is_file():
+        _take_generation_config(model, GenerationConfig.from_dict(read_json(settings)))
     shown = ", ".join(f"{name}={value}" for name, value in (given | inferred).items())
     log = logger.info if path.suffix == ".gguf" else logger.warning
     log(f"{path} was read as {describe_layout(layout)} in {file_dtype}, with {shown}.")
     return model
+
+
+def _take_generation_config(model: MiniMindForCausalLM, published: GenerationConfig) -> None:
+    """Let a model stop and sample as its publisher says. Without sampling, it would pass for a base model."""
+    settings = {"do_sample": True} | own_sampling(published) if published.do_sample else {}
+    if published.eos_token_id is not None:
+        settings["eos_token_id"] = published.eos_token_id
+    model.generation_config.update(**settings)
 
 
 def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausalLM:

@@ -241,7 +241,9 @@ def load_model(
         model = MiniMindForCausalLM(config)
     if upstream is not None or (distributed is not None and not args.model_name_or_path):
         # `from_pretrained` shards weights that are already in memory.
-        model = MiniMindForCausalLM.from_pretrained(None, state_dict=(upstream or model).state_dict(), **loading)
+        source = upstream or model
+        model = MiniMindForCausalLM.from_pretrained(None, state_dict=source.state_dict(), **loading)
+        model.generation_config = source.generation_config
         if args.model_name_or_path and find_gguf(args.model_name_or_path) is not None:
             # An adapter names its base. Other programs would not rotate the weights of a checkpoint as we do, but they
             # cannot load this one.

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.adapters import adapter_base
+from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.importing import is_native_checkpoint, load_upstream
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
@@ -303,6 +304,27 @@ def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_i
     del old["rope_theta"], old["rope_scaling"]
     assert load_upstream(bare, config=old).config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
     assert load_upstream(bare, config=old).config.rms_norm_eps == LlamaConfig().rms_norm_eps
+
+
+def test_a_published_model_keeps_its_sampling_and_its_stop_tokens(tmp_path):
+    """Those of transformers, after loading and after an export."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    published = LlamaForCausalLM(LlamaConfig(vocab_size=49152, num_key_value_heads=2, **sizes))
+    own = {"temperature": 0.6, "top_p": 0.85, "top_k": 20, "repetition_penalty": 1.05}
+    published.generation_config.update(do_sample=True, eos_token_id=[2, 0], **own)
+    published.save_pretrained(tmp_path / "published")
+    tokenizer = load_tokenizer("embedded:smollm2")
+    model = load_model(ModelArguments(model_name_or_path=str(tmp_path / "published")), tokenizer)
+    export(model, tmp_path / "exported", "llama", tokenizer=tokenizer)
+    again = GenerationConfig.from_pretrained(tmp_path / "exported")
+    for config in (model.generation_config, again):
+        assert {name: getattr(config, name) for name in own} == own and config.do_sample
+        assert sorted(config.eos_token_id) == [0, 2]
+    # A model that does not sample would pass for a base model.
+    published.generation_config = GenerationConfig(do_sample=False, eos_token_id=0)
+    published.save_pretrained(tmp_path / "published")
+    model = load_model(ModelArguments(model_name_or_path=str(tmp_path / "published")), tokenizer)
+    assert model.generation_config.do_sample is None
 
 
 @pytest.mark.parametrize(("window", "is_read"), [(None, True), (128, True), (64, False)])
