@@ -14,6 +14,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
@@ -79,6 +80,10 @@ def main() -> None:
     parser.add_argument("--num_conversations", type=int, default=6000, help="At most this many of them.")
     parser.add_argument("--repetition_penalty", type=float, default=1.1, help="The penalty of the new model.")
     args, rest = parser.parse_known_args()
+    output = Path(args.output_dir)
+    if output.exists():
+        raise UserError(f"{output} exists. Choose another directory.")
+    output.parent.mkdir(parents=True, exist_ok=True)
     documents, _ = load_documents(args.dataset_name, schema="conversation")
     chosen = random.Random(0).sample(range(len(documents)), min(args.num_conversations, len(documents)))
     conversations = [json.loads(documents[index]["text"])["messages"] for index in chosen]
@@ -88,17 +93,17 @@ def main() -> None:
     if len(pairs) < 2:
         raise UserError(f"{len(pairs)} of the answers of {args.model} loop. There is nothing to mend.")
     print(f"{len(pairs):,} of the answers to {len(conversations):,} conversations loop", flush=True)
-    path = f"{args.output_dir}.jsonl"
-    with open(path, "w", encoding="utf-8") as file:
+    path = output.with_name(f"{output.name}.jsonl")
+    with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
     words = ["--model_name_or_path", args.model, "--dataset_name", path, "--output_dir", args.output_dir]
     if status := subprocess.run(
         [sys.executable, hf_pretrain_cli.__file__, "dpo", *words, *DPO.split(), *rest]
     ).returncode:
         sys.exit(status)
-    config = GenerationConfig.from_pretrained(args.output_dir)
+    config = GenerationConfig.from_pretrained(output)
     config.update(repetition_penalty=args.repetition_penalty)
-    config.save_pretrained(args.output_dir)
+    config.save_pretrained(output)
 
 
 if __name__ == "__main__":

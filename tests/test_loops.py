@@ -83,17 +83,17 @@ def test_the_example_ends_loops_and_gives_a_penalty(talker, tmp_path, monkeypatc
         tmp_path / "chats.jsonl",
         [{"messages": [{"role": r, "content": c} for r, c in zip(roles, turn, strict=True)]} for turn in turns],
     )
-    words = ["no_loops", "--dataset_name", path, "--output_dir", str(tmp_path / "out"), "--eval_strategy", "no"]
+    words = ["no_loops", "--dataset_name", path, "--output_dir", str(tmp_path / "out/new"), "--eval_strategy", "no"]
     words += ["--max_steps", "30", "--learning_rate", "1e-3", "--per_device_train_batch_size", "2", "--model"]
     monkeypatch.setattr(sys, "argv", [*words, str(talker)])
     with pytest.raises(UserError, match="There is nothing to mend"):
         no_loops.main()
     monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "loops")])
     no_loops.main()
-    pairs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    pairs = [json.loads(line) for line in (tmp_path / "out/new.jsonl").read_text().splitlines()]
     loop = tokenizer.decode([50] * no_loops.ANSWER_TOKENS)
     assert [pair["rejected"] for pair in pairs] == [loop] * 4
-    new = MiniMindForCausalLM.from_pretrained(tmp_path / "out")
+    new = MiniMindForCausalLM.from_pretrained(tmp_path / "out/new")
     assert new.generation_config.repetition_penalty == 1.1
     for prompt in prompts:
         for each, does_loop in ((model, True), (new, False)):
