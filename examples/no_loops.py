@@ -96,10 +96,9 @@ def main() -> None:
     path = output.with_name(f"{output.name}.jsonl")
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
-    words = ["--model_name_or_path", args.model, "--dataset_name", path, "--output_dir", args.output_dir]
-    if status := subprocess.run(
-        [sys.executable, hf_pretrain_cli.__file__, "dpo", *words, *DPO.split(), *rest]
-    ).returncode:
+    words = ["dpo", "--model_name_or_path", args.model, "--dataset_name", path, "--output_dir", output, *DPO.split()]
+    status = subprocess.run([sys.executable, hf_pretrain_cli.__file__, *words, *rest]).returncode
+    if status:
         sys.exit(status)
     config = GenerationConfig.from_pretrained(output)
     config.update(repetition_penalty=args.repetition_penalty)
