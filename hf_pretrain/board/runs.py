@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
-from html import escape
 from pathlib import Path
+
+from jinja2 import Environment, PackageLoader
 
 import hf_pretrain_cli
 
@@ -21,6 +22,9 @@ _FILES = (RECORD_NAME, LOG_NAME, OUTPUT_NAME, LOCK_NAME)
 _LOG_BYTES = 20_000
 # Inches of a chart whose text can be read on a phone.
 _SIZE = (4.2, 2.8)
+
+_environment = Environment(loader=PackageLoader("hf_pretrain.board", ""), autoescape=True, trim_blocks=True)
+_template = _environment.get_template("run.html.jinja")
 
 
 def find_runs() -> list[str]:
@@ -75,20 +79,8 @@ def _total(name: str, run: Run) -> int | None:
 def show(name: str, t: Translation) -> str:
     """Return the figures, curves and samples of a run as HTML."""
     run = read(name)
-    cards = "".join(f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in _figures(name, run, t))
-    charts = "".join(
-        f"<figure><figcaption>{t(caption)}</figcaption>{svg}</figure>"
-        for caption, svg in draw_charts([run], expected=_expected(run), size=_SIZE, t=t)
-    )
-    samples = "".join(
-        f"<details{' open' if step == max(run.samples) else ''}><summary>{t('Step')} {step}</summary>"
-        + "".join(f"<blockquote><i>{escape(prompt)}</i> {escape(text)}</blockquote>" for prompt, text in pairs)
-        + "</details>"
-        for step, pairs in sorted(run.samples.items(), reverse=True)
-    )
-    title = f"<h3>{t('Samples')}</h3>" if samples else ""
-    command = f"<h3>{t('Command')}</h3><pre>{escape(run.last_launch.get('command', ''))}</pre>" if run.launches else ""
-    return f'<dl class="cards">{cards}</dl><div class="charts">{charts}</div>{title}{samples}{command}'
+    charts = [*draw_charts([run], expected=_expected(run), size=_SIZE, t=t)]
+    return _template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
 
 
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
@@ -97,7 +89,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
     why = run.last_launch.get("stopped") if state == "stopped" else None
     if state == "interrupted":
         why = find_reason(OUT / name / LOCK_NAME)
-    yield f"out/{escape(name)}", t(state) + (f": {why}" if why else "")
+    yield f"out/{name}", t(state) + (f": {why}" if why else "")
     if step := run.last("step"):
         yield t("Step"), f"{step:,} / {_total(name, run) or '?'}"
     if state == "running" and run.seconds_left is not None:
