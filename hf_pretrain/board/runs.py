@@ -6,11 +6,9 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
-
 import hf_pretrain_cli
 
-from ..reports.page import Line, draw_charts
+from ..reports.page import Line, draw_charts, environment
 from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
 from ..reports.texts import Translation
 from ..runtime.writing import LOCK_NAME, find_holder, find_reason
@@ -22,9 +20,6 @@ _FILES = (RECORD_NAME, LOG_NAME, OUTPUT_NAME, LOCK_NAME)
 _LOG_BYTES = 20_000
 # Inches of a chart whose text can be read on a phone.
 _SIZE = (4.2, 2.8)
-
-_environment = Environment(loader=PackageLoader("hf_pretrain.board", ""), autoescape=True, trim_blocks=True)
-_template = _environment.get_template("run.html.jinja")
 
 
 def find_runs() -> list[str]:
@@ -80,7 +75,8 @@ def show(name: str, t: Translation) -> str:
     """Return the figures, curves and samples of a run as HTML."""
     run = read(name)
     charts = [*draw_charts([run], expected=_expected(run), size=_SIZE, t=t)]
-    return _template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
+    template = environment.get_template("board/run.html.jinja")
+    return template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
 
 
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
