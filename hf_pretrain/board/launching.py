@@ -35,6 +35,7 @@ FLAGS = (
     *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu", "nproc", "ds"),
 )
 CHAT_NAME = "chat.json"
+_STREAMS: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
 
 
 def read_flags() -> dict[str, dict[str, argparse.Action]]:
@@ -98,8 +99,9 @@ def command_of(*words: str) -> list[str]:
 async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
     """Run a command of `hf-pretrain`, and yield what it has printed so far. It ends with the page that waits."""
     environment = os.environ | {"LANGUAGE": language}
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = await asyncio.create_subprocess_exec(*command_of(*words), **streams, env=environment)
+    process = await asyncio.create_subprocess_exec(
+        *command_of(*words), stdout=subprocess.PIPE, **_STREAMS, env=environment
+    )
     text = ""
     try:
         assert process.stdout is not None
@@ -112,16 +114,14 @@ async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
             process.terminate()
 
 
-def _start(directory: Path, command: list[str], output: str, holder: str, **options: Any) -> None:
+def _start(directory: Path, command: list[str], output: str, holder: str, *, url: str = "", **options: Any) -> None:
     """Start a process in a session of its own, which outlives the board, and write down which process it is."""
     if find_holder(directory / holder) is not None:
         raise UserError("It runs already.")
     directory.mkdir(parents=True, exist_ok=True)
-    fields = {"url": options.pop("url")} if "url" in options else {}
     with (directory / output).open("ab") as file:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, start_new_session=True, **streams, **options)
-    write_holder(directory / holder, process.pid, **fields)
+        process = subprocess.Popen(command, start_new_session=True, stdout=file, **_STREAMS, **options)
+    write_holder(directory / holder, process.pid, url=url)
 
 
 def start_run(words: list[str]) -> None:

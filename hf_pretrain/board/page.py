@@ -63,16 +63,12 @@ def _check_chosen(name: str | None, t: Translation) -> str:
     return name
 
 
-def _doing(t: Translation, action: Callable[[Path], None], done: str = "") -> Callable[[str | None], None]:
-    """Return a handler that does something with the chosen run, and says what it did."""
-
-    def handle(name: str | None) -> None:
-        with _shown_errors(t):
-            action(OUT / _check_chosen(name, t))
-        if done:
-            gr.Info(t(done))
-
-    return handle
+def _act(t: Translation, action: Callable[[Path], None], done: str, name: str | None) -> None:
+    """Do something with the chosen run, and say what was done."""
+    with _shown_errors(t):
+        action(OUT / _check_chosen(name, t))
+    if done:
+        gr.Info(t(done))
 
 
 @contextmanager
@@ -111,17 +107,12 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
 
     # matplotlib draws one chart at a time.
     how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
-    gr.on(
-        [timer.tick, page.load, chosen.input],
-        partial(_refresh, t),
-        [chosen, shown],
-        [chosen, shown, view, log, link],
-        **how,
-    )
-    stop.click(_doing(t, launching.stop, "Stops after this step, with a checkpoint."), chosen)
-    resume.click(_doing(t, launching.resume_run, "Resumes from the newest checkpoint."), chosen)
-    chat.click(_doing(t, launching.start_chat, "The chat page is loading the model."), chosen)
-    end_chat.click(_doing(t, partial(launching.stop, holder=launching.CHAT_NAME)), chosen)
+    changing = [chosen, shown, view, log, link]
+    gr.on([timer.tick, page.load, chosen.input], partial(_refresh, t), [chosen, shown], changing, **how)
+    stop.click(partial(_act, t, launching.stop, "Stops after this step, with a checkpoint."), chosen)
+    resume.click(partial(_act, t, launching.resume_run, "Resumes from the newest checkpoint."), chosen)
+    chat.click(partial(_act, t, launching.start_chat, "The chat page is loading the model."), chosen)
+    end_chat.click(partial(_act, t, partial(launching.stop, holder=launching.CHAT_NAME), ""), chosen)
 
     evaluate.click(partial(_show_output, t, launching.evaluation_words), [chosen, tasks, data, more], results)
     export.click(partial(_show_output, t, launching.export_words), [chosen, form, repository], output)
@@ -166,12 +157,8 @@ def _make_field(flag: str, flags: dict[str, Any], info: str | None) -> gr.Dropdo
     if action is None:
         # Its stages need an extra that is not installed.
         return gr.Textbox(visible=False)
-    about: dict[str, Any] = {
-        "label": flag,
-        "info": info or (action.help or "").replace("%%", "%"),
-        "elem_id": f"flag-{flag}",
-        "min_width": 280,
-    }
+    info = info or (action.help or "").replace("%%", "%")
+    about: dict[str, Any] = {"label": flag, "info": info, "elem_id": f"flag-{flag}", "min_width": 280}
     if _words(action):
         # Its first choice is the default.
         return gr.Dropdown([""], value="", **about)
@@ -198,13 +185,8 @@ def _add_form(page: gr.Blocks, flags: dict[str, Any], language: str, t: Translat
         preview = gr.Button(t("Show the data"), elem_id="show-data", min_width=120)
         plan = gr.Button(t("Make the plan"), elem_id="make-plan", min_width=120)
     rows = gr.HTML(elem_id="data")
-    planned = gr.Textbox(
-        label=t("Plan"),
-        info=t("A few steps are measured, and nothing is written. A run can start after its plan."),
-        lines=8,
-        interactive=False,
-        elem_id="plan",
-    )
+    info = t("A few steps are measured, and nothing is written. A run can start after its plan.")
+    planned = gr.Textbox(label=t("Plan"), info=info, lines=8, interactive=False, elem_id="plan")
     start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
     everything: list[Any] = [stage, preset, name, more, *fields]
     handlers, quiet = _Form(flags, language, t), {"show_progress": "hidden"}

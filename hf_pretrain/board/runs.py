@@ -4,12 +4,11 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
-from html import escape
 from pathlib import Path
 
 import hf_pretrain_cli
 
-from ..reports.page import Line, draw_charts
+from ..reports.page import Line, draw_charts, environment
 from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
 from ..reports.texts import Translation
 from ..runtime.writing import LOCK_NAME, find_holder, find_reason
@@ -75,20 +74,9 @@ def _total(name: str, run: Run) -> int | None:
 def show(name: str, t: Translation) -> str:
     """Return the figures, curves and samples of a run as HTML."""
     run = read(name)
-    cards = "".join(f"<div><dt>{label}</dt><dd>{escape(text)}</dd></div>" for label, text in _figures(name, run, t))
-    charts = "".join(
-        f"<figure><figcaption>{t(caption)}</figcaption>{svg}</figure>"
-        for caption, svg in draw_charts([run], expected=_expected(run), size=_SIZE, t=t)
-    )
-    samples = "".join(
-        f"<details{' open' if step == max(run.samples) else ''}><summary>{t('Step')} {step}</summary>"
-        + "".join(f"<blockquote><i>{escape(prompt)}</i> {escape(text)}</blockquote>" for prompt, text in pairs)
-        + "</details>"
-        for step, pairs in sorted(run.samples.items(), reverse=True)
-    )
-    title = f"<h3>{t('Samples')}</h3>" if samples else ""
-    command = f"<h3>{t('Command')}</h3><pre>{escape(run.last_launch.get('command', ''))}</pre>" if run.launches else ""
-    return f'<dl class="cards">{cards}</dl><div class="charts">{charts}</div>{title}{samples}{command}'
+    charts = [*draw_charts([run], expected=_expected(run), size=_SIZE, t=t)]
+    template = environment.get_template("board/run.html.jinja")
+    return template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
 
 
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
@@ -97,7 +85,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
     why = run.last_launch.get("stopped") if state == "stopped" else None
     if state == "interrupted":
         why = find_reason(OUT / name / LOCK_NAME)
-    yield f"out/{escape(name)}", t(state) + (f": {why}" if why else "")
+    yield f"out/{name}", t(state) + (f": {why}" if why else "")
     if step := run.last("step"):
         yield t("Step"), f"{step:,} / {_total(name, run) or '?'}"
     if state == "running" and run.seconds_left is not None:

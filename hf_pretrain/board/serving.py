@@ -5,9 +5,7 @@ import secrets
 import sys
 import webbrowser
 from contextlib import suppress
-from http.cookies import SimpleCookie
 from pathlib import Path
-from urllib.parse import parse_qs
 
 from huggingface_hub.constants import HF_HOME
 
@@ -24,8 +22,8 @@ with needing_extra("web", "The board needs gradio"):
     import uvicorn
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.responses import RedirectResponse
-    from starlette.datastructures import Headers
     from starlette.middleware import Middleware
+    from starlette.requests import HTTPConnection
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _COOKIE = "hf_pretrain_board"
@@ -45,27 +43,28 @@ class TokenGuard:
         self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
+        respond = self.app if scope["type"] == "lifespan" else self._choose(HTTPConnection(scope))
+        await respond(scope, receive, send)
+
+    def _choose(self, request: HTTPConnection) -> ASGIApp:
+        """Return what answers a request."""
         # A cookie holds for all ports of a host, and so for the pages of its other programs.
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != headers.get("host"):
-            await refuse(None, HTTPException(403, "Only the pages of the board may ask it."))(scope, receive, send)
-            return
-        cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
-        (given,) = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[:1]
-        if cookie is not None and secrets.compare_digest(cookie.value.encode(), self.token.encode()):
-            await self.app(scope, receive, send)
-        elif secrets.compare_digest(given.encode(), self.token.encode()):
+        origin = request.headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+            return refuse(None, HTTPException(403, "Only the pages of the board may ask it."))
+        if self._is_token(request.cookies.get(_COOKIE, "")):
+            return self.app
+        if self._is_token(request.query_params.get("token", "")):
             # The address without the token does not end up in a history.
-            response = RedirectResponse(scope["path"], 303)
+            response = RedirectResponse(request.scope["path"], 303)
             response.set_cookie(_COOKIE, self.token, httponly=True, samesite="strict")
-            await response(scope, receive, send)
-        else:
-            error = HTTPException(401, "Open the address with the token, which `hf-pretrain board` has printed.")
-            await refuse(None, error)(scope, receive, send)
+            return response
+        return refuse(
+            None, HTTPException(401, "Open the address with the token, which `hf-pretrain board` has printed.")
+        )
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self.token.encode())
 
 
 def make_app(*, hosts: list[str], token: str, language: str | None) -> FastAPI:

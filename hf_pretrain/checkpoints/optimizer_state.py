@@ -71,10 +71,9 @@ def load_optimizer(
     """
     # Each rank copies its shards from the mapped file. An optimizer with whole tensors would keep the mapping.
     is_plain = engine is None and not is_sharded(model)
-    saved, schedule = (
-        torch.load(Path(directory, name), map_location="cpu", weights_only=True, mmap=mapped)
-        for name, mapped in ((OPTIMIZER_NAME, not is_plain), (SCHEDULER_NAME, False))
-    )
+    how: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    saved = torch.load(Path(directory, OPTIMIZER_NAME), mmap=not is_plain, **how)
+    schedule = torch.load(Path(directory, SCHEDULER_NAME), **how)
     groups = optimizer.param_groups
     fits = _rates(groups) == _rates(saved["param_groups"])
     if not fits and "lr_lambdas" in schedule:

@@ -48,10 +48,8 @@ def gather(engine: Any, *, is_writer: bool) -> dict[str, Any]:
     for name, momentum in _whole_momenta(zero, names):
         if is_writer:
             state[name] = {"momentum_buffer": momentum.float().cpu()}
-    rates = [
-        {"params": [], **{name: group[name] for name in ("lr", "initial_lr") if name in group}}
-        for group in zero.optimizer.param_groups
-    ]
+    groups = zero.optimizer.param_groups
+    rates = [{"params": [], "lr": group["lr"], "initial_lr": group.get("initial_lr")} for group in groups]
     return {"state": state, "param_groups": rates}
 
 

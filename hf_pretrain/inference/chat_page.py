@@ -213,7 +213,7 @@ def make_page(
         tools (`tuple`): the result of [`~inference.tools.offer_tools`].
     """
     with gr.Blocks(title="hf_pretrain chat", analytics_enabled=False, fill_height=True) as page:
-        histories = [gr.State([]) for _ in endpoints]
+        histories, spoken = [gr.State([]) for _ in endpoints], gr.State(language)
         with gr.Row():
             chats = [
                 # Two of them stand below each other on a phone.
@@ -230,14 +230,12 @@ def make_page(
         with gr.Accordion(t("Settings"), open=False, elem_id="settings"):
             settings = _make_settings(thinking, t)
         everything, quiet = [*chats, *histories], {"show_progress": "hidden"}
-        begun = gr.on(
-            [question.submit, send.click], _asking(language), [question, *histories], [question, *everything]
-        )
+        begun = gr.on([question.submit, send.click], _ask, [spoken, question, *histories], [question, *everything])
         running = [
             begun.success(_answering(endpoint, tools, language), [history, *settings], [chat, history], **quiet)
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
-        stop.click(None, cancels=running).then(_wait_for_end).then(_ending(language), histories, everything)
+        stop.click(None, cancels=running).then(_wait_for_end).then(_end, [spoken, *histories], everything)
         # Each chat has a button to clear it, which must not leave its history behind.
         cleared = gr.on([clear.click, *(chat.clear for chat in chats)], None, cancels=running)
         cleared.then(_wait_for_end).then(lambda: [[] for _ in everything], None, everything)
@@ -254,19 +252,15 @@ def _both(histories: list[History], t: Translation) -> list[Any]:
     return [*(show(history, t) for history in histories), *histories]
 
 
-def _asking(language: str | None) -> Any:
-    """Return the handler of a question."""
-
-    def ask(request: gr.Request, text: str, *histories: History) -> list[Any]:
-        t = _language_of(request, language)
-        if any(history and history[-1].get("is_running") for history in histories):
-            # The page shows the error, and keeps the typed text.
-            raise gr.Error(t("Wait for the end of the answer, or press Stop."), print_exception=False)
-        if not text.strip():
-            raise gr.Error(t("Type a message first."), print_exception=False)
-        return ["", *_both([begin_answer(history, text) for history in histories], t)]
-
-    return ask
+def _ask(request: gr.Request, language: str | None, text: str, *histories: History) -> list[Any]:
+    """Begin the answers to a question."""
+    t = _language_of(request, language)
+    if any(history and history[-1].get("is_running") for history in histories):
+        # The page shows the error, and keeps the typed text.
+        raise gr.Error(t("Wait for the end of the answer, or press Stop."), print_exception=False)
+    if not text.strip():
+        raise gr.Error(t("Type a message first."), print_exception=False)
+    return ["", *_both([begin_answer(history, text) for history in histories], t)]
 
 
 def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions], language: str | None) -> Any:
@@ -297,14 +291,10 @@ async def _wait_for_end(request: gr.Request) -> None:
         await asyncio.sleep(0.02)
 
 
-def _ending(language: str | None) -> Any:
-    """Return the handler that ends the answers that were cancelled. The server ends with the connection."""
-
-    def end(request: gr.Request, *histories: History) -> list[Any]:
-        ended = [[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories]
-        return _both(ended, _language_of(request, language))
-
-    return end
+def _end(request: gr.Request, language: str | None, *histories: History) -> list[Any]:
+    """End the answers that were cancelled. The server ends with the connection."""
+    ended = [[*history[:-1], history[-1] | {"is_running": False}] if history else [] for history in histories]
+    return _both(ended, _language_of(request, language))
 
 
 def open_page(

@@ -22,6 +22,13 @@ from .llama_cpp import LlamaCppModel
 from .terminal_chat import is_base_model
 
 
+# What the settings of the sampling do.
+_SAMPLING = {
+    "temperature": "divisor of the logits; 0 takes the most probable token",
+    "top_p": "sample from the likeliest tokens with this probability in all",
+    "top_k": "sample from this many of the likeliest tokens",
+    "repetition_penalty": "above 1, tokens repeat less often",
+}
 # Values of `--think`. With `None`, the chat template decides.
 THINK = {"on": True, "off": False, None: None}
 
@@ -53,24 +60,9 @@ def make_inference_parser(description: str) -> RecipeParser:
         action=argparse.BooleanOptionalAction,
         help="continue the text instead of answering; by default only with base models",
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="divisor of the logits; 0 takes the most probable token; by default the model's own, or 0.8",
-    )
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        help="sample from the likeliest tokens with this probability in all; by default the model's own, or 0.9",
-    )
-    parser.add_argument(
-        "--top_k", type=int, help="sample from this many of the likeliest tokens; by default the model's own, or 50"
-    )
-    parser.add_argument(
-        "--repetition_penalty",
-        type=float,
-        help="above 1, tokens repeat less often; by default the model's own, or 1",
-    )
+    for name, value in DEFAULT_SAMPLING.items():
+        text = f"{_SAMPLING[name]}; by default the model's own, or {value:g}"
+        parser.add_argument(f"--{name}", type=type(value), help=text)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     return parser
 

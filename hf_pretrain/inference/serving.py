@@ -53,8 +53,7 @@ def check_ports(host: str, ports: list[int]) -> None:
             try:
                 listeners.enter_context(socket.create_server((host, port), family=family))
             except OSError as error:
-                advice = "Choose another port."
-                raise UserError(f"Port {port} of {host} cannot be used: {error}. {advice}") from None
+                raise UserError(f"Port {port} of {host} cannot be used: {error}. Choose another port.") from None
 
 
 def serve_model(

@@ -49,7 +49,7 @@ _INCIDENTAL = (
     *("preview", "disable_tqdm", "remove_unused_columns"),
 )
 
-_environment = Environment(loader=PackageLoader("hf_pretrain.reports", ""), autoescape=True, trim_blocks=True)
+environment = Environment(loader=PackageLoader("hf_pretrain", ""), autoescape=True, trim_blocks=True)
 
 
 def write_page(
@@ -67,7 +67,7 @@ def write_page(
     """
     t = translation(language) if language else _in_both
     names, headlines = [run.name for run in runs], [dict(_headlines(run, t)) for run in runs]
-    text = _environment.get_template("page.html.jinja").render(
+    text = environment.get_template("reports/page.html.jinja").render(
         title=title or ", ".join(names),
         is_comparison=title is None and len(runs) > 1,
         language=language,

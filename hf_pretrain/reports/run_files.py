@@ -114,17 +114,18 @@ def read_run(directory: str | Path) -> Run:
     file, end = directory / LOG_NAME, directory / TRAINER_STATE_NAME
     # The state at the end of a run holds more: figures that were added to its entries later.
     if file.is_file() and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns):
-        return Run(directory.resolve().name, read_launches(directory), _read_log(file))
+        return Run(directory.resolve().name, read_launches(directory), read_entries(file))
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     log = read_json(newest).get("log_history", []) if newest else []
     return Run(directory.resolve().name, read_launches(directory), log)
 
 
-def _read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a log file. Leave out a line that is not complete yet, or was cut off."""
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file of JSON lines, if it exists. Leave out a line that was cut off."""
     entries = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # Texts may hold other ends of lines.
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
         with suppress(ValueError):
             entries.append(json.loads(line))
     return entries

@@ -7,7 +7,7 @@ ModelScope (https://modelscope.cn), beside the Hub: `modelscope:owner/name` name
 from typing import Any
 
 from .command_line import announce
-from .errors import UserError
+from .errors import UserError, needing_extra
 
 
 PREFIX = "modelscope:"
@@ -15,10 +15,8 @@ PREFIX = "modelscope:"
 
 def connect() -> Any:
     """Return ModelScope's client. Raise `UserError` if it is not installed."""
-    try:
+    with needing_extra("modelscope", f"{PREFIX} needs modelscope-hub"):
         from modelscope_hub import HubApi
-    except ImportError as error:
-        raise UserError(f"{PREFIX} needs a package: {error}. Run `pip install 'hf_pretrain[modelscope]'`.") from error
     return HubApi()
 
 

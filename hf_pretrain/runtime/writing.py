@@ -93,23 +93,22 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
         ) from error
     _locks[path] = lock
     if lock.lock_counter == 1:
-        # NOTE: Windows lets nobody else write to a locked file.
-        with suppress(OSError):
-            write_holder(path, os.getpid())
+        write_holder(path, os.getpid())
 
 
 def write_holder(path: Path, pid: int, **fields: str) -> None:
     """Write into a file which process uses what the file stands for, with more fields about it."""
     # The system gives the number of a process that has ended to another one, which has started later.
     holder = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
-    path.write_text(json.dumps(holder | fields), encoding="utf-8")
+    # NOTE: Windows lets nobody else write to a locked file.
+    with suppress(OSError):
+        path.write_text(json.dumps(holder | fields), encoding="utf-8")
 
 
 def leave_reason(reason: str) -> None:
     """Write into the locks of this process why it ends. They stay behind, and the next holder overwrites them."""
     for path in _locks:
-        with suppress(OSError):
-            write_holder(path, os.getpid(), error=reason)
+        write_holder(path, os.getpid(), error=reason)
 
 
 def find_reason(path: Path) -> str | None:

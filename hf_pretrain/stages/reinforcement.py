@@ -53,6 +53,7 @@ with needing_extra("trl", "Reinforcement learning needs TRL"):
 MAX_BRACKETS = 200
 # File of a checkpoint: the completions of each rank that later steps train on.
 GENERATION_NAME = "generation.pt"
+ENTROPY_NAME = "entropy_ctrl_state.json"
 
 
 @dataclass
@@ -205,7 +206,10 @@ def _parse_response(
 
 
 class KeptGeneration:
-    """The completions that later steps train on, which TRL keeps in memory only."""
+    """
+    The completions that later steps train on, which TRL keeps in memory only, and the adaptive coefficient of the
+    entropy, which TRL saves, but would load where Trainer loads the optimizer.
+    """
 
     def save(self, trainer: Any, directory: Path) -> None:
         if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):
@@ -215,7 +219,10 @@ class KeptGeneration:
                 torch.save(generation, directory / GENERATION_NAME)
 
     def load(self, trainer: Any, checkpoint: str) -> None:
-        args, path = trainer.args, Path(checkpoint, GENERATION_NAME)
+        args, path, entropy = trainer.args, Path(checkpoint, GENERATION_NAME), Path(checkpoint, ENTROPY_NAME)
+        if entropy.exists():
+            state = read_json(entropy)
+            trainer.entropy_coef, trainer._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
         if not path.exists():
             return
         generation = torch.load(path, map_location="cpu", weights_only=True)
@@ -225,19 +232,6 @@ class KeptGeneration:
                 f"of {len(generation)} process(es). Launch as many, with the same --per_device_train_batch_size."
             )
         trainer._step, trainer._buffered_inputs = send_to_device(generation[args.process_index], args.device)
-
-
-class KeptEntropy:
-    """The adaptive coefficient of the entropy. TRL saves it, and would load it where Trainer loads the optimizer."""
-
-    def save(self, trainer: Any, directory: Path) -> None:
-        pass
-
-    def load(self, trainer: Any, checkpoint: str) -> None:
-        path = Path(checkpoint, "entropy_ctrl_state.json")
-        if path.exists():
-            state = read_json(path)
-            trainer.entropy_coef, trainer._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
 
 
 class KnownFigures(TrainerCallback):
@@ -275,7 +269,7 @@ def construct(self: Any, model: PreTrainedModel, *, args: Any = None, run: Run |
         RunTrainer.__init__(self, model, run=run, **kwargs)
     self.beta = args.beta
     connect(self, router_aux_loss_coef=self.router_aux_loss_coef, rows_per_item=self.num_generations_eval)
-    run.kept += [KeptGeneration(), KeptEntropy()]
+    run.kept.append(KeptGeneration())
     self.callback_handler.callbacks.insert(0, KnownFigures())
     if reference is not None:
         run.fixed_weights["reference model"] = digest_weights(reference.parameters())

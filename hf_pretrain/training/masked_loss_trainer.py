@@ -100,7 +100,7 @@ class MaskedLossTrainer(RunTrainer):
         peak = known_peak(self.args.device, dtype)
         self.meter = self.figures.meter = Meter(flops, peak, world_size=self.args.world_size, add_up=self._add_up)
         self.spikes = SpikeWatch(self)
-        self.finite_check.show(self.spikes.add, over_ranks=self._loss_of_ranks)
+        self.finite_check.watch, self.finite_check.over_ranks = self.spikes.add, self._loss_of_ranks
         self.add_callback(self.spikes)
         if self.args.skip_spikes or self.args.rewind_spikes:
             run.kept.append(self.spikes)

@@ -350,15 +350,15 @@ def _report(trainer: "RunTrainer", metrics: dict[str, float], samples: list[tupl
     if args.process_index == 0:
         evaluations = find_evaluations(trainer.state.log_history)
         start = evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None
-        pushed = trainer.pusher.report
-        write = partial(format_report, args, run.facts, metrics, samples, start=start, push_report=pushed)
-        print(write(language=terminal_language()))
+        pushed, language = trainer.pusher.report, terminal_language()
+        report = format_report(args, run.facts, metrics, samples, start=start, push_report=pushed, language=language)
+        print(report)
         run.directory.record(
             ended=now(),
             steps=trainer.state.global_step,
             metrics=metrics,
             unigram_loss=run.facts.unigram_loss,
-            report=write().strip().splitlines(),
+            report=report.strip().splitlines(),
             next_commands=next_commands(args, run.facts),
         )
         write_run_page(args, trainer.state)

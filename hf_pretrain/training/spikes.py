@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..checkpoints.directory import newest_checkpoint
 from ..model.loss import prediction_weights
+from ..reports.run_files import read_entries
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
@@ -79,10 +80,9 @@ def check_spikes(args: "LMTrainingArguments") -> None:
 
 def row_digest(ids: list[int], pad_token_id: int) -> str:
     """Return a digest of a row of token ids, without the padding at its end, which depends on the batch."""
-    end = len(ids)
-    while end and ids[end - 1] == pad_token_id:
-        end -= 1
-    return xxhash.xxh3_64_hexdigest(np.asarray(ids[:end], dtype=np.int64).tobytes())
+    # NumPy trims zeros.
+    kept = np.trim_zeros(np.asarray(ids, dtype=np.int64) - pad_token_id, "b")
+    return xxhash.xxh3_64_hexdigest(kept.tobytes())
 
 
 def is_spike(value: float, history: Sequence[float], least_ratio: float) -> bool:
@@ -158,16 +158,10 @@ class SpikeWatch(TrainerCallback):
     # run goes back from leaves no log and no checkpoint.
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._report()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._report()
-
-    def _report(self) -> None:
         if self._found is None:
             return
         (step, found, skips), self._found = self._found, None
-        args, rows = self.trainer.args, list[dict[str, Any]]()
+        rows: list[dict[str, Any]] = []
         if step - self._last_spike >= QUIET_STEPS:
             rows = sum(self.trainer.run.ranks.gather(self._rank_rows(dict(self._batches)[step])), [])
             rows = sorted(rows, key=lambda row: -row["loss"])[:NUM_ROWS]
@@ -176,6 +170,9 @@ class SpikeWatch(TrainerCallback):
         checkpoint = on_main_process(args, lambda: self._record(entry, found))
         if checkpoint is not None:
             raise Rewound(checkpoint)
+
+    # A GPU gives the values of the last step at the end.
+    on_train_end = on_step_end
 
     def _record(self, entry: dict[str, Any], found: dict[str, dict[str, float]]) -> str | None:
         """Write and print a spike. Return the checkpoint to go back to, if any. Only the main process calls it."""
@@ -272,13 +269,8 @@ class SpikeWatch(TrainerCallback):
 
 def _read_rewinds(path: Path) -> list[dict[str, Any]]:
     """Return the step, the checkpoint's step and the digests of the rows for each time that the run went back."""
-    rewinds = []
-    # Texts may hold other ends of lines.
-    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
-        # A full disk may have cut a line off.
-        with suppress(ValueError):
-            spike = json.loads(line)
-            if "rewound_to" in spike:
-                rows = [row["digest"] for row in spike["rows"]]
-                rewinds.append({"step": spike["step"], "rewound_to": spike["rewound_to"], "rows": rows})
-    return rewinds
+    return [
+        {"step": spike["step"], "rewound_to": spike["rewound_to"], "rows": [row["digest"] for row in spike["rows"]]}
+        for spike in read_entries(path)
+        if "rewound_to" in spike
+    ]

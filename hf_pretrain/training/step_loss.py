@@ -201,22 +201,14 @@ class FiniteCheck:
 
     def __init__(self, ranks: Ranks, *, is_late: bool, end: Callable[[str, int], NoReturn]):
         self.ranks, self.is_late, self.end = ranks, is_late, end
+        # `MaskedLossTrainer` sets both: a function that takes the number, the loss and the norm of each step, and one
+        # that returns the loss of all ranks from that of one, a scalar.
         self.watch: Callable[..., None] | None = None
         self.over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
         # The loss of each micro-batch of the current step.
         self._losses: list[torch.Tensor] = []
         # The step, loss and norm on the host, and the event after which they are there.
         self._pending: tuple[int, torch.Tensor, Any] | None = None
-
-    def show(self, watch: Callable[..., None], *, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """
-        Show all later steps to a function.
-
-        Args:
-            watch (`Callable`): takes the number of a step, its loss and the norm of its gradients.
-            over_ranks (`Callable`): returns the loss of all ranks from that of one, a scalar.
-        """
-        self.watch, self.over_ranks = watch, over_ranks
 
     def begin_step(self) -> None:
         """Forget the losses of the last step."""

@@ -82,10 +82,9 @@ def restore_endings(trainer: "RunTrainer") -> None:
         if isinstance(callback, EarlyStopping | TimeBudget):
             # Without the default, the next save would fail if the run that wrote the checkpoint had no such callback.
             saved = trainer.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
-            # A run that went back has spent more time than its checkpoint says.
-            spent = getattr(callback, "spent", 0.0)
             for name, value in saved["attributes"].items():
-                setattr(callback, name, max(value, spent) if name == "spent" else value)
+                # A run that went back has spent more time than its checkpoint says.
+                setattr(callback, name, max(value, getattr(callback, name)) if name == "spent" else value)
             trainer.control.should_training_stop |= callback.is_over
 
 

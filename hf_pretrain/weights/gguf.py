@@ -54,12 +54,10 @@ _LLAMA_CPP = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "repeti
 
 def _write_modelfile(tokenizer: PreTrainedTokenizerFast, config: GenerationConfig) -> str:
     """Return Ollama's `Modelfile`. Ollama's own defaults differ, so it holds all settings of the sampling."""
-    settings = {
-        name.replace("repetition", "repeat"): x for name, x in (DEFAULT_SAMPLING | own_sampling(config)).items()
-    }
     # As in transformers, the penalty counts the whole text.
-    parameters = (settings | {"repeat_last_n": -1}).items()
-    return _write_template(tokenizer) + "".join(f"PARAMETER {name} {value:g}\n" for name, value in parameters)
+    settings = DEFAULT_SAMPLING | own_sampling(config) | {"repeat_last_n": -1}
+    lines = (f"PARAMETER {name.replace('repetition', 'repeat')} {value:g}\n" for name, value in settings.items())
+    return _write_template(tokenizer) + "".join(lines)
 
 
 def _write_template(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -164,9 +162,8 @@ def write_gguf(
     else:
         _add_tokenizer(writer, tokenizer, model.config.vocab_size)
         if tokenizer.chat_template:
-            (directory / "Modelfile").write_text(
-                _write_modelfile(tokenizer, model.generation_config), encoding="utf-8"
-            )
+            modelfile = _write_modelfile(tokenizer, model.generation_config)
+            (directory / "Modelfile").write_text(modelfile, encoding="utf-8")
     for tensor_name, tensor in gguf_tensors(model):
         quantized = gguf.GGMLQuantizationType[tensor_type]
         # Keep the router (ffn_gate_inp) exact: a rounded score could choose a different expert.
