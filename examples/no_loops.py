@@ -25,12 +25,10 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.training.samples import generate, stop_tokens_of
+from hf_pretrain.training.samples import GREEDY, generate, stop_tokens_of
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
-# Greedy search ignores the last three, and transformers warns about a chat model's own values.
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 # Tokens of a question and of an answer. DPO cuts pairs at the second number, so no stop token ends a loop there.
 PROMPT_TOKENS, ANSWER_TOKENS = 60, 96
 DPO = f"--max_length {ANSWER_TOKENS} --loss_type sigmoid sft --loss_weights 1 1 --beta 0.2 --learning_rate 1e-4"
@@ -80,6 +78,8 @@ def main() -> None:
     parser.add_argument("--num_conversations", type=int, default=6000, help="At most this many of them.")
     parser.add_argument("--repetition_penalty", type=float, default=1.1, help="The penalty of the new model.")
     args, rest = parser.parse_known_args()
+    if late := {"--use_peft", "--push_to_hub"} & set(rest):
+        raise UserError(f"Leave out {', '.join(late)}: the penalty is written later, beside whole weights.")
     output = Path(args.output_dir)
     if output.exists():
         raise UserError(f"{output} exists. Choose another directory.")

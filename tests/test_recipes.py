@@ -230,16 +230,27 @@ def test_sft_previews_the_trained_tokens(workspace):
             "max_length",
             r"prompt_ids: <\|im_start\|>user\n\d+\?.*\nchosen_ids: yes.*\nrejected_ids: no",
         ),
-        ("grpo", "embedded:arithmetic", "max_completion_length", r"prompt: \[\{'role': 'user', 'content': "),
+        # A task keeps all columns of a stranger's file.
+        (
+            "grpo",
+            "tasks.jsonl",
+            "max_completion_length",
+            r"prompt: \[\{.*'content': '1\+1\?'.*answer: 2.*question_ids: q1",
+        ),
     ],
 )
 def test_a_preview_shows_preferences_and_tasks_and_leaves_a_run_alone(workspace, stage, data, length, row):
     run = workspace / "ended"
     run.mkdir(exist_ok=True)
     (run / "config.json").touch()
-    name = data if data.startswith("embedded") else str(workspace / data)
-    flags = ["--model_name_or_path", str(workspace / "toy"), "--dataset_name", name, f"--{length}", "64"]
-    flags += ["--preview", "2", "--output_dir", str(run)]
+    task = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2", "question_ids": "q1"}
+    write_jsonl(workspace / "tasks.jsonl", [task] * 4)
+    # Only GRPO reads the model, whose positions limit the tasks.
+    left_out = ["model.safetensors"] if stage == "dpo" else []
+    shutil.copytree(workspace / "toy", workspace / f"for-{stage}", ignore=lambda *_: left_out)
+    flags = ["--model_name_or_path", str(workspace / f"for-{stage}"), "--dataset_name", str(workspace / data)]
+    flags += [f"--{length}", "64", "--preview", "2", "--output_dir", str(run)]
+    flags += ["--rewards", "length", "--validation_fraction", "0"] if stage == "grpo" else []
     result = start([sys.executable, str(ROOT / f"recipes/{stage}.py"), *flags])
     assert result.returncode == 0, result.stdout[-3000:]
     assert result.stdout.count("--- a row\n") == 2 and re.search(row, result.stdout, re.DOTALL)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import codecs
 import io
 import os
 import re
@@ -16,6 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import hf_pretrain_cli
 
 from ..reports.run_files import OUTPUT_NAME, read_launches
@@ -25,6 +28,7 @@ from ..runtime.writing import LOCK_NAME, find_holder, write_holder
 from ..training.parsing import read_defaults
 from ..training.run_directory import COMMAND_VARIABLE
 from ..weights.model_arguments import choose_preset
+from ..weights.weight_files import read_json
 
 
 # The flags that people change. The parsers of the stages and of the command know their helps, choices and defaults.
@@ -96,17 +100,23 @@ def command_of(*words: str) -> list[str]:
     return [sys.executable, hf_pretrain_cli.__file__, *words]
 
 
+def overwrite_lines(text: str) -> str:
+    """Return a text as a terminal shows it, where a progress bar overwrites its line."""
+    return re.sub(r"[^\n]*\r(?!\n)", "", text)
+
+
 async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
     """Run a command of `hf-pretrain`, and yield what it has printed so far. It ends with the page that waits."""
     environment = os.environ | {"LANGUAGE": language}
     process = await asyncio.create_subprocess_exec(
         *command_of(*words), stdout=subprocess.PIPE, **_STREAMS, env=environment
     )
-    text = ""
+    # Rows of data and progress bars are longer than a line of asyncio may be.
+    text, decoder = "", codecs.getincrementaldecoder("utf-8")("replace")
     try:
         assert process.stdout is not None
-        async for line in process.stdout:
-            yield (text := text + line.decode(errors="replace"))
+        while chunk := await process.stdout.read(1 << 16):
+            yield (text := overwrite_lines(text + decoder.decode(chunk)))
         if await process.wait():
             yield text + f"exit status {process.returncode}"
     finally:
@@ -121,7 +131,7 @@ def _start(directory: Path, command: list[str], output: str, holder: str, *, url
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / output).open("ab") as file:
         process = subprocess.Popen(command, start_new_session=True, stdout=file, **_STREAMS, **options)
-    write_holder(directory / holder, process.pid, url=url)
+    write_holder(directory / holder, process.pid, url=url, is_launcher=True)
 
 
 def start_run(words: list[str]) -> None:
@@ -153,7 +163,11 @@ def stop(directory: Path, holder: str = LOCK_NAME) -> None:
     process = find_holder(directory / holder)
     if process is None:
         raise UserError("It does not run.")
-    process.send_signal(signal.SIGTERM)
+    # Before the first rank takes the lock, DeepSpeed's launcher would end without its ranks.
+    is_starting = holder == LOCK_NAME and read_json(directory / holder).get("is_launcher")
+    for each in [*(process.children(recursive=True) if is_starting else ()), process]:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGTERM)
 
 
 def start_chat(directory: Path) -> None:

@@ -1,6 +1,5 @@
 """The runs below `out/`, as their files show them: find them, tell what they do, and show one as HTML."""
 
-import re
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
@@ -13,6 +12,7 @@ from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_ru
 from ..reports.texts import Translation
 from ..runtime.writing import LOCK_NAME, find_holder, find_reason
 from ..weights.weight_files import read_json
+from .launching import overwrite_lines
 
 
 OUT = Path("out")
@@ -123,6 +123,4 @@ def read_output(name: str) -> str:
         )
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-        text = file.read().decode(errors="replace")
-    # A progress bar overwrites its line.
-    return re.sub(r"[^\n]*\r(?!\n)", "", text)
+        return overwrite_lines(file.read().decode(errors="replace"))

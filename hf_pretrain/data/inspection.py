@@ -199,7 +199,8 @@ def format_preview(rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenize
     for row in itertools.islice(rows, num_rows):
         if "input_ids" not in row:
             # Preferences hold ids. Tasks hold messages, and what the rewards read.
-            shown = {name: tokenizer.decode(each) if name.endswith("_ids") else each for name, each in row.items()}
+            ids = ("prompt_ids", "chosen_ids", "rejected_ids")
+            shown = {name: tokenizer.decode(each) if name in ids else each for name, each in row.items()}
             lines += ["--- a row", *(f"{name}: {each}" for name, each in shown.items() if each is not None)]
             continue
         lines.append(f"--- a row of {len(row['input_ids'])} tokens, {len(row['seq_lengths'])} documents\n")

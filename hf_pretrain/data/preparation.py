@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import logging
 
+from ..runtime.command_line import print_result
 from ..runtime.errors import UserError
 from ..tokenizer.answers import set_template
 from .audit import find_worst
@@ -69,6 +70,16 @@ class PreparedData:
         return self.eval_sets if len(self.eval_sets) > 1 else self.first_eval
 
 
+def end_preview(args: TrainingArguments, rows: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Print as many rows as `--preview` says, and end the process; 0 does nothing."""
+    if args.preview:
+        from .inspection import format_preview
+
+        if args.process_index == 0:
+            print_result(format_preview(rows, tokenizer, num_rows=args.preview))
+        raise SystemExit
+
+
 def load_rows(
     data_args: SourceArguments,
     training_args: TrainingArguments,
@@ -100,6 +111,8 @@ def load_rows(
     # All ranks set the template before the block, because the key of the cached rows depends on it.
     note = None if is_text else set_template(tokenizer, data_args.chat_template)
     with training_args.main_process_first(desc="preparing the data"):
+        # These have no directory that stays.
+        keep_rejected = keep_rejected and not (training_args.dry_run or training_args.preview)
         how = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation}
         documents, eval_documents = data_args.load_sets(training_args, **how)
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
@@ -117,6 +130,7 @@ def load_rows(
         # The plan of a dry run shows the same lines.
         if training_args.process_index == 0 and not training_args.dry_run:
             print("\n".join(report))
+        end_preview(training_args, train, tokenizer)
     return PreparedData(
         tokenizer,
         report,

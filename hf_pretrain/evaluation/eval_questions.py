@@ -10,7 +10,7 @@ from transformers.hf_argparser import HfArg
 
 from ..inference.batch_answers import read_prompts
 from ..runtime.errors import UserError
-from ..training.samples import AddedFigures, generate
+from ..training.samples import GREEDY, AddedFigures, generate
 
 
 @dataclass
@@ -69,12 +69,11 @@ class EvalQuestions(AddedFigures):
         super().on_evaluate(args, state, control, model=model, metrics=metrics, **kwargs)
 
     def _ask(self, model: PreTrainedModel) -> dict[str, float]:
-        settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         prompts = [ids for _, ids in self.prompts]
         answers = []
         for start in range(0, len(prompts), BATCH_SIZE):
             batch = prompts[start : start + BATCH_SIZE]
-            ids = generate(model, self.tokenizer, batch, max_new_tokens=MAX_TOKENS, **settings)
+            ids = generate(model, self.tokenizer, batch, max_new_tokens=MAX_TOKENS, **GREEDY)
             answers += [self.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in ids]
         self.answers.append((self.step, answers))
         return {"eval_recall": sum(self._are_right(answers)) / len(prompts)}

@@ -96,7 +96,7 @@ def take_lock(path: Path, *, patience_seconds: float = 0.0) -> None:
         write_holder(path, os.getpid())
 
 
-def write_holder(path: Path, pid: int, **fields: str) -> None:
+def write_holder(path: Path, pid: int, **fields: str | bool) -> None:
     """Write into a file which process uses what the file stands for, with more fields about it."""
     # The system gives the number of a process that has ended to another one, which has started later.
     holder = {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}

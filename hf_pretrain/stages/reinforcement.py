@@ -24,7 +24,7 @@ from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..data.data_arguments import ReadingArguments
-from ..data.preparation import PreparedData
+from ..data.preparation import PreparedData, end_preview
 from ..data.reward_tasks import load_tasks
 from ..data.sources import name_eval_sets
 from ..runtime.errors import UserError, as_user_errors, needing_extra
@@ -92,7 +92,8 @@ class TaskArguments(ReadingArguments):
         # Without a fraction for validation, the training set is the whole set.
         eval_sets = {label: load_tasks([name], validation_fraction=0.0, **how)[0] for label, name in named.items()}
         how["validation_fraction"] = 0.0 if eval_sets else self.validation_fraction
-        rejected_path = None if training_args.process_index else Path(training_args.output_dir, "rejected.jsonl")
+        is_kept = not (training_args.process_index or training_args.dry_run or training_args.preview)
+        rejected_path = Path(training_args.output_dir, "rejected.jsonl") if is_kept else None
         train, validation = load_tasks(self.dataset_name, rejected_path=rejected_path, **how)
         eval_sets = eval_sets or {"": validation}
         report = [
@@ -101,6 +102,7 @@ class TaskArguments(ReadingArguments):
             f"Rewards: {', '.join(map(public_name, self.rewards))}",
         ]
         names = self.eval_dataset_name or []
+        end_preview(training_args, train, tokenizer)
         return PreparedData(tokenizer, report, self.dataset_name, "tasks", train, eval_sets, names)
 
 

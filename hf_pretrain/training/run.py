@@ -210,12 +210,6 @@ def train(
             answers to questions of the validation set, or continuations of its texts.
     """
     args, facts = run.args, run.facts
-    if args.preview:
-        from ..data.inspection import format_preview
-
-        if args.process_index == 0:
-            print_result(format_preview(data.train, data.tokenizer, num_rows=args.preview))
-        raise SystemExit
     facts.datasets, facts.data = data.names, data.report
     facts.data_kind, facts.eval_datasets = data.kind, data.eval_names
     settle(run, data, model)

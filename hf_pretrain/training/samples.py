@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from ..data.unigram import tokens_and_starts
 from ..tokenizer.control_tokens import encode_prompt
+from ..weights.foreign_configs import DEFAULT_SAMPLING
 from .callbacks import print_step
 from .run_directory import RunDirectory
 
@@ -25,6 +26,9 @@ from .run_directory import RunDirectory
 # Answers that an evaluation of a chat model measures, and their tokens.
 NUM_ANSWERS = 32
 MAX_TOKENS = 64
+# Greedy search ignores three of these, and transformers warns about a chat model's own values. Without the last one,
+# figures would depend on a model's own penalty.
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
 
 
 def sample_continuations(
@@ -108,7 +112,7 @@ def generate(
     same prompts, model and `settings` of `generate` always give the same ids.
     """
     model.eval()
-    settings = settings or {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    settings = settings or {"do_sample": True} | DEFAULT_SAMPLING
     # Shorter prompts begin with padding, so that all answers begin at the same position.
     width = max(map(len, prompts))
     rows = [[*[tokenizer.pad_token_id] * (width - len(prompt)), *prompt] for prompt in prompts]
@@ -177,9 +181,7 @@ def measure_answers(
     ranks of a sharded model must call this function with the same arguments.
     """
     prompts = [prompt for _, prompt in choose_questions(tokenizer, conversations, NUM_ANSWERS)]
-    # Greedy search ignores these three, and transformers warns about a chat model's own values.
-    settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    answers = generate(model, tokenizer, prompts, max_new_tokens=MAX_TOKENS, **settings)
+    answers = generate(model, tokenizer, prompts, max_new_tokens=MAX_TOKENS, **GREEDY)
     return answer_figures(answers, stop_tokens=stop_tokens_of(model))
 
 

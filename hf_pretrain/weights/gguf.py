@@ -56,7 +56,7 @@ def _write_modelfile(tokenizer: PreTrainedTokenizerFast, config: GenerationConfi
     """Return Ollama's `Modelfile`. Ollama's own defaults differ, so it holds all settings of the sampling."""
     # As in transformers, the penalty counts the whole text.
     settings = DEFAULT_SAMPLING | own_sampling(config) | {"repeat_last_n": -1}
-    lines = (f"PARAMETER {name.replace('repetition', 'repeat')} {value:g}\n" for name, value in settings.items())
+    lines = (f"PARAMETER {name.replace('repetition', 'repeat')} {value}\n" for name, value in settings.items())
     return _write_template(tokenizer) + "".join(lines)
 
 
@@ -235,10 +235,10 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, vocab_size: 
         writer.add_eot_token_id(turn_end)
 
 
-def read_gguf(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read_gguf(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
     """
-    Return the weights and the config of a GGUF file as transformers writes them: the tensors of the architecture's
-    state dict in float32, and the fields of config.json.
+    Return the weights and the configs of a GGUF file as transformers writes them: the tensors of the architecture's
+    state dict in float32, the fields of config.json, and those of generation_config.json.
 
     Raises:
         `UserError`: for an architecture that is not in `ARCHITECTURES`, or a type of tensors that the `gguf` package
@@ -281,7 +281,10 @@ def read_gguf(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             tensors |= {f"{head}experts.{i}.{part}": expert for i, expert in enumerate(tensor)}
         else:
             tensors[theirs] = tensor
-    return tensors, fields
+    keys = {name: f"general.sampling.{theirs}" for name, theirs in _LLAMA_CPP.items()}
+    # The file has float32.
+    sampling = {name: round(float(file.fields[key]), 6) for name, key in keys.items() if key in file.fields}
+    return tensors, fields, {"do_sample": "temperature" in sampling} | sampling
 
 
 def _read_config(path: Path, stock: str, file: GGUFFile) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from ..model.configuration_minimind import MiniMindConfig
@@ -25,7 +24,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
 from ..runtime.package_models import package_model
-from .foreign_configs import merge_fields, own_sampling, read_fields
+from .foreign_configs import merge_fields, read_fields
 from .gguf import read_gguf
 from .layouts import LAYOUTS, describe_layout
 from .weight_files import read_json, read_tensors, resolve
@@ -77,9 +76,11 @@ def load_upstream(
     if isinstance(config, str | Path):
         config = read_json(Path(config))
     if path.suffix == ".gguf":
-        tensors, fields = read_gguf(path)
+        tensors, fields, published = read_gguf(path)
     else:
-        tensors, fields = read_tensors(path), _read_config(path)
+        tensors, fields, published = read_tensors(path), _read_config(path), {}
+        if path.is_dir() and (settings := path / GENERATION_CONFIG_NAME).is_file():
+            published = read_json(settings)
     raw = merge_fields(fields, config or {})
     layout = _recognise(tensors, raw, path)
     given = read_fields(raw, layout, has_experts=any(".experts." in name for name in tensors))
@@ -96,20 +97,23 @@ def load_upstream(
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
     if packaged is not None:
-        model.generation_config.repetition_penalty = packaged.repetition_penalty
-    elif path.is_dir() and (settings := path / GENERATION_CONFIG_NAME).is_file():
-        _take_generation_config(model, GenerationConfig.from_dict(read_json(settings)))
+        published["repetition_penalty"] = packaged.repetition_penalty
+    _take_generation_config(model, published)
     shown = ", ".join(f"{name}={value}" for name, value in (given | inferred).items())
     log = logger.info if path.suffix == ".gguf" else logger.warning
     log(f"{path} was read as {describe_layout(layout)} in {file_dtype}, with {shown}.")
     return model
 
 
-def _take_generation_config(model: MiniMindForCausalLM, published: GenerationConfig) -> None:
-    """Let a model stop and sample as its publisher says. Without sampling, it would pass for a base model."""
-    settings = {"do_sample": True} | own_sampling(published) if published.do_sample else {}
-    if published.eos_token_id is not None:
-        settings["eos_token_id"] = published.eos_token_id
+def _take_generation_config(model: MiniMindForCausalLM, published: dict[str, Any]) -> None:
+    """Let a model stop and sample as its publisher says. One that does not sample would pass for a base model."""
+    samples = published.get("do_sample") and published.get("temperature") != 0
+    names = ["eos_token_id", "repetition_penalty"]
+    names += ["do_sample", "temperature", "top_p", "top_k"] if samples else []
+    settings = {name: published[name] for name in names if published.get(name) is not None}
+    if "top_k" in settings:
+        # vLLM writes -1 for all tokens, and transformers 0.
+        settings["top_k"] = max(0, int(settings["top_k"]))
     model.generation_config.update(**settings)
 
 

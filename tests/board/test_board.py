@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
@@ -322,6 +323,35 @@ def test_a_command_prints_in_the_language_of_the_page():
         return [text async for text in launching.run_command("list", language="zh")][-1]
 
     assert asyncio.run(last_text()).startswith("训练阶段:")
+
+
+def stand_in(monkeypatch, program: str) -> None:
+    """Let a program in Python stand for every command of `hf-pretrain`."""
+    monkeypatch.setattr(launching, "command_of", lambda *words: [sys.executable, "-c", program, *words])
+
+
+def test_long_lines_and_progress_bars_are_shown(monkeypatch):
+    """lm-eval's progress bars end no line, and a row of data may be one line of any length."""
+    stand_in(monkeypatch, "print('数' * 200_000 + '\\n' + '\\r 1%' * 50_000 + '\\rdone', end='')")
+
+    async def last() -> str:
+        return [text async for text in launching.run_command("evaluate")][-1]
+
+    assert asyncio.run(last()) == "数" * 200_000 + "\ndone"
+
+
+def test_a_stop_during_the_start_reaches_the_ranks_of_a_launcher(monkeypatch, tmp_path):
+    """DeepSpeed's launcher ends at a signal, and its ranks would go on."""
+    rank = "open('rank', 'w').write(str(os.getpid())); time.sleep(600)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', \"import os, time; {rank}\"])"
+    stand_in(monkeypatch, program)
+    monkeypatch.chdir(tmp_path)
+    # Reading it waits for the rank.
+    os.mkfifo("rank")
+    launching.start_run(["pretrain", "--output_dir", "out/new"])
+    rank = psutil.Process(int(Path("rank").read_text()))
+    launching.stop(Path("out/new"))
+    assert not psutil.wait_procs([rank], timeout=30)[1]
 
 
 def test_every_flag_of_the_form_exists():

@@ -240,7 +240,7 @@ def test_a_model_takes_its_sampling_along(tmp_path):
     rest = ["PARAMETER top_p 0.9", "PARAMETER top_k 50"]
     end = "PARAMETER repeat_last_n -1"
     assert lines[0] == ["PARAMETER temperature 0.7", *rest, "PARAMETER repeat_penalty 1.25", end]
-    assert lines[1] == ["PARAMETER temperature 0.8", *rest, "PARAMETER repeat_penalty 1", end]
+    assert lines[1] == ["PARAMETER temperature 0.8", *rest, "PARAMETER repeat_penalty 1.0", end]
     with llama_server(tmp_path / "own" / FILE_NAME) as post:
         settings = post("/completion", prompt=[1, 2], n_predict=1)["generation_settings"]
     found = [settings[name] for name in ("temperature", "repeat_penalty", "repeat_last_n")]

@@ -320,11 +320,30 @@ def test_a_published_model_keeps_its_sampling_and_its_stop_tokens(tmp_path):
     for config in (model.generation_config, again):
         assert {name: getattr(config, name) for name in own} == own and config.do_sample
         assert sorted(config.eos_token_id) == [0, 2]
-    # A model that does not sample would pass for a base model.
-    published.generation_config = GenerationConfig(do_sample=False, eos_token_id=0)
-    published.save_pretrained(tmp_path / "published")
-    model = load_model(ModelArguments(model_name_or_path=str(tmp_path / "published")), tokenizer)
-    assert model.generation_config.do_sample is None
+    export(model, tmp_path / "gguf", "gguf", tokenizer=tokenizer)
+    config = load_upstream(tmp_path / "gguf/model.gguf").generation_config
+    assert {name: getattr(config, name) for name in own} == own and config.do_sample
+
+
+@pytest.mark.parametrize(
+    ("published", "own"),
+    [
+        # A model that does not sample would pass for a base model.
+        (
+            {"do_sample": False, "temperature": 0.6, "num_return_sequences": 2},
+            {"do_sample": None, "temperature": None},
+        ),
+        ({"do_sample": True, "temperature": 0}, {"do_sample": None, "temperature": None}),
+        ({"do_sample": True, "temperature": 1, "top_k": -1}, {"do_sample": True, "temperature": 1, "top_k": 0}),
+        ({"repetition_penalty": 1.3, "max_new_tokens": 0}, {"do_sample": None, "repetition_penalty": 1.3}),
+    ],
+)
+def test_odd_generation_configs_are_read(published, own, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=6400, **sizes)).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(published))
+    config = load_upstream(tmp_path).generation_config
+    assert {name: getattr(config, name) for name in own} == own
 
 
 @pytest.mark.parametrize(("window", "is_read"), [(None, True), (128, True), (64, False)])
