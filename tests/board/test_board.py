@@ -58,8 +58,9 @@ class Board:
             with socket.socket() as client:
                 return client.connect_ex(("127.0.0.1", self.port)) == 0
 
-        assert wait_for(answers, self.process, timeout=120), "The board did not start."
+        # Before this line, the board opens the port only to see whether it is free.
         self.token = re.search(r"token=(\S+)", self.process.stdout.readline())[1]
+        assert wait_for(answers, self.process, timeout=120), "The board did not start."
 
     def end(self) -> None:
         self.process.terminate()
