@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,8 +135,10 @@ def serving(*flags: str) -> Iterator[tuple[str, int]]:
     process = subprocess.Popen(command, env=cpu_environment(http_proxy="http://127.0.0.1:9", no_proxy="example.org"))
 
     def answers() -> bool:
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", web_port)) == 0
+        # A connection is no answer: the command opens the port first to see whether it is free.
+        with suppress(requests.ConnectionError):
+            return requests.get(f"http://127.0.0.1:{web_port}", timeout=60).ok
+        return False
 
     assert wait_for(answers, process, timeout=300), "The page did not start."
     yield f"http://127.0.0.1:{web_port}", port
