@@ -82,7 +82,7 @@ def row_digest(ids: list[int], pad_token_id: int) -> str:
     """Return a digest of a row of token ids, without the padding at its end, which depends on the batch."""
     # NumPy trims zeros.
     kept = np.trim_zeros(np.asarray(ids, dtype=np.int64) - pad_token_id, "b")
-    return xxhash.xxh3_64_hexdigest(kept.tobytes())
+    return xxhash.xxh3_64_hexdigest((kept + pad_token_id).tobytes())
 
 
 def is_spike(value: float, history: Sequence[float], least_ratio: float) -> bool:
