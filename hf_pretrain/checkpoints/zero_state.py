@@ -48,8 +48,11 @@ def gather(engine: Any, *, is_writer: bool) -> dict[str, Any]:
     for name, momentum in _whole_momenta(zero, names):
         if is_writer:
             state[name] = {"momentum_buffer": momentum.float().cpu()}
-    groups = zero.optimizer.param_groups
-    rates = [{"params": [], "lr": group["lr"], "initial_lr": group.get("initial_lr")} for group in groups]
+    # DeepSpeed's own schedulers set no `initial_lr`.
+    rates = [
+        {"params": [], **{name: group[name] for name in ("lr", "initial_lr") if name in group}}
+        for group in zero.optimizer.param_groups
+    ]
     return {"state": state, "param_groups": rates}
 
 
