@@ -31,7 +31,7 @@ from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_si
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .callbacks import RunFigures
-from .deepspeed_support import gather_from_deepspeed
+from .deepspeed_support import gather_from_deepspeed, refusing_mismatches
 from .end_report import describe_training
 from .float8 import convert_to_float8
 from .launch import check_accumulation
@@ -340,11 +340,11 @@ class RunTrainer(Trainer):
         else:
             save_state(self, output_dir)
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None):
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, checkpoint: str | None):
         # There is no hook between the preparation and the loading.
-        checkpoint = resume_from_checkpoint
         is_whole = checkpoint is not None and optimizer_state.is_whole(checkpoint)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None if is_whole else checkpoint)
+        with refusing_mismatches(self.accelerator):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None if is_whole else checkpoint)
         self._keeps_new_groups = is_whole and not load_state(self, checkpoint)
         return prepared
 

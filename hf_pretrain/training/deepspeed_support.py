@@ -48,7 +48,8 @@ def whole_weights() -> Iterator[None]:
 
 def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
     """
-    Refuse a DeepSpeed config that would change the optimizer, its state or its updates, and set what Muon needs in it.
+    Refuse a DeepSpeed config that would change the optimizer, its state or its updates, and set what checkpoints and
+    Muon need in it.
 
     Args:
         config (`dict`): the config of the run, which this function changes.
@@ -58,6 +59,9 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
         `UserError`: for a config that would train something else than the arguments say.
     """
     zero = config.setdefault("zero_optimization", {})
+    if zero.get("stage") == 3:
+        # Without it, the first checkpoint of a run in float32 would fail.
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if (args.bf16 or args.fp16) and not zero.get("stage", 0):
         # NOTE: in half precision without ZeRO, DeepSpeed creates the optimizer's state by a step with gradients of
         # zero. AdamW counts this step, so its first update is a quarter too small. ZeRO makes no such step.
@@ -80,6 +84,41 @@ def prepare_deepspeed_config(config: dict[str, Any], args: Any) -> None:
             f"With an offloaded optimizer accelerate would replace --optim {args.optim.value} by Adam, without a "
             "message. Use --optim adamw_torch, or a config without offloading (ds_configs/zero2.json)."
         )
+
+
+def complete_deepspeed_config(args: Any) -> None:
+    """
+    Fill what is "auto" in the config of `--deepspeed` with the settled arguments: the values of the parsed ones, which
+    it holds so far, may be other ones. A learning rate that follows from the width of the model was still `None`.
+    """
+    filled = deepspeed_integration.HfTrainerDeepSpeedConfig(args.deepspeed)
+    # NOTE: a new config registers itself, and `from_pretrained` forgets it when it dies.
+    deepspeed_integration.set_hf_deepspeed_config(args.hf_deepspeed_config)
+    filled.trainer_config_process(args)
+    prepare_deepspeed_config(filled.config, args)
+    # accelerate's plugin has the same `dict`.
+    args.hf_deepspeed_config.config.update(filled.config)
+
+
+def refuse_mismatches(config: deepspeed_integration.HfTrainerDeepSpeedConfig) -> None:
+    """Raise `UserError` for values of a DeepSpeed config that differ from the arguments."""
+    if config.mismatches:
+        texts = "; ".join(text.removeprefix("- ds ").replace(" vs hf ", ", but ") for text in config.mismatches)
+        raise UserError(
+            f'The DeepSpeed config has other values than the arguments: {texts}. Set these values to "auto" in the '
+            "config, and pass them as flags."
+        )
+
+
+@contextmanager
+def refusing_mismatches(accelerator: Any) -> Iterator[None]:
+    """Within the block, transformers compares a DeepSpeed config with the number of steps. Raise [`UserError`]."""
+    try:
+        yield
+    except ValueError:
+        if (plugin := getattr(accelerator.state, "deepspeed_plugin", None)) is not None:
+            refuse_mismatches(plugin.hf_ds_config)
+        raise
 
 
 def gather_from_deepspeed(accelerator: Any, engine: Any, model: Any) -> tuple[Any, dict[str, torch.Tensor] | None]:

@@ -28,6 +28,7 @@ from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
 from .budgets import UNKNOWN_STEPS, token_budget
+from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args
 from .micro_batch import choose_micro_batch
 from .training_arguments import LMTrainingArguments, default_learning_rate
@@ -97,6 +98,8 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
     _settle_micro_batch(run, data, model)
     if args.learning_rate is None:
         args.learning_rate = default_learning_rate(args.optim_preset, config.hidden_size)
+    if args.deepspeed:
+        complete_deepspeed_config(args)
     if is_stream(data.train):
         # Several workers would divide its files, and each would start again at the end of its own: small files would
         # repeat, and large ones would be left out. With `drop_last`, a single worker would draw another order, too.

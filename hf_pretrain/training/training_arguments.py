@@ -25,7 +25,7 @@ from ..runtime.names import check_choices, hint
 from ..runtime.ranks import first_process_first
 from ..runtime.signals import launcher
 from .budgets import MIN_EVAL_STEPS, check_budget
-from .deepspeed_support import prepare_deepspeed_config, turns_on_deepspeed
+from .deepspeed_support import prepare_deepspeed_config, refuse_mismatches, turns_on_deepspeed
 from .float8 import check_float8
 from .launch import (
     check_device,
@@ -184,6 +184,8 @@ class LMTrainingArguments(TrainingArguments):
             start_deepspeed_cpu_ranks()
         if self.deepspeed_plugin is not None:
             prepare_deepspeed_config(self.deepspeed_plugin.deepspeed_config, self)
+        if self.deepspeed:
+            refuse_mismatches(self.hf_deepspeed_config)
         check_device(self)
         check_float8(self)
         check_spikes(self)

@@ -70,11 +70,15 @@ def test_the_state_has_names_and_whole_tensors(workspace, tmp_path):
                 torch.testing.assert_close(values[key], value, rtol=1e-3, atol=1e-6, msg=f"{parameter} {key}")
 
 
-def test_an_optimizer_of_deepspeed_with_momentum_resumes(workspace, tmp_path, monkeypatch):
-    """Muon's momentum has the same name, and another place in the memory of the ranks."""
+def test_an_optimizer_and_a_scheduler_of_deepspeed_resume(workspace, tmp_path, monkeypatch):
+    """
+    Muon's momentum has the same name as SGD's, and another place in the memory of the ranks. DeepSpeed's schedulers
+    note no initial rate.
+    """
     config = json.loads((ROOT / "ds_configs/zero2.json").read_text())
     config |= {
         "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
         "zero_allow_untested_optimizer": True,
     }
     path = tmp_path / "sgd.json"

@@ -1,14 +1,18 @@
 """The optimizer of a run: the defaults of the stages, and DeepSpeed configs that it cannot follow."""
 
 import copy
+import gc
+import json
 from contextlib import nullcontext
 
 import pytest
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.training import training_arguments
-from hf_pretrain.training.deepspeed_support import prepare_deepspeed_config
+from hf_pretrain.training.deepspeed_support import complete_deepspeed_config, prepare_deepspeed_config
 from hf_pretrain.training.training_arguments import LMTrainingArguments, SFTTrainingArguments, optimizer_name
+from tests.faults.driving import command, make_workspace, run
 from tests.toys import toy_model
 from tests.trainers import make_documents
 
@@ -92,3 +96,66 @@ def test_half_precision_needs_zero(tmp_path, config, precision):
     is_refused = config != {"zero_optimization": {"stage": 1}}
     with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
         prepare_deepspeed_config(copy.deepcopy(config), args)
+
+
+# As in the documentation of transformers.
+DOCUMENTED = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 3},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def test_a_deepspeed_config_gets_the_settled_values(tmp_path):
+    args = arguments(tmp_path, optim_preset="adamw", per_device_train_batch_size=2, gradient_accumulation_steps=8)
+    args.deepspeed = copy.deepcopy(DOCUMENTED)
+    args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+    held = args.hf_deepspeed_config.config
+    args.hf_deepspeed_config.trainer_config_process(args)
+    assert held["optimizer"]["params"]["lr"] is None
+    # As `--fit_micro_batch` and the width of the model settle them.
+    args.per_device_train_batch_size, args.gradient_accumulation_steps, args.learning_rate = 16, 1, 3e-4
+    complete_deepspeed_config(args)
+    gc.collect()
+    assert is_deepspeed_zero3_enabled()
+    assert (held["train_micro_batch_size_per_gpu"], held["gradient_accumulation_steps"]) == (16, 1)
+    assert held["train_batch_size"] == 16
+    assert held["optimizer"]["params"]["lr"] == held["scheduler"]["params"]["warmup_max_lr"] == 3e-4
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_deepspeed_config_of_other_projects(tmp_path):
+    """Its "auto" values are those of the run, and a value that differs from the flags is named before the data."""
+    workspace = make_workspace(tmp_path)
+
+    def losses(name, *words, **changes):
+        (tmp_path / f"{name}.json").write_text(json.dumps(DOCUMENTED | changes))
+        given = command(workspace, tmp_path / name, "--optim_preset", "adamw", *words, launcher="deepspeed")
+        place = given.index("--learning_rate")
+        result = run([*given[:place], *given[place + 2 :], "--deepspeed", str(tmp_path / f"{name}.json")])
+        if result.returncode:
+            return result.stdout
+        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        return [entry["loss"] for entry in history if "loss" in entry]
+
+    expected = losses("flag", "--learning_rate", str(training_arguments.default_learning_rate("adamw", 32)))
+    assert losses("derived") == expected
+    output = losses("differs", train_micro_batch_size_per_gpu=4, optimizer={"type": "AdamW", "params": {"lr": 3e-4}})
+    assert "train_micro_batch_size_per_gpu=4, but per_device_train_batch_size=2;" in output
+    assert "optimizer.params.lr=0.0003, but learning_rate=None" in output
+    assert 'Set these values to "auto"' in output and "Traceback" not in output and "reading" not in output
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 5}}
+    output = losses("steps", scheduler=scheduler)
+    assert "scheduler.params.warmup_num_steps=5, but warmup_steps=1." in output and "Traceback" not in output
