@@ -7,6 +7,7 @@ them.
 """
 
 import errno
+import faulthandler
 import io
 import logging
 import os
@@ -166,7 +167,7 @@ def one_line_errors() -> Iterator[None]:
 
     The status is 2 for a mistake and for a file that cannot be used, and 74 for a disk that is full or not writable,
     also for the disk of the caches (`HF_HOME`). All other exceptions keep their traceback. Unless [`is_quiet`], all
-    exceptions do.
+    exceptions do. A crash in a library's C code shows the Python lines of all threads.
 
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
     line only if it does not, because the first rank may not have made the mistake.
@@ -174,6 +175,10 @@ def one_line_errors() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     _drop_failed_output()
+    if not faulthandler.is_enabled():
+        with suppress(OSError):
+            # The error stream of a notebook has no file number.
+            faulthandler.enable()
     quiet_libraries()
     try:
         yield

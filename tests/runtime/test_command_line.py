@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import uuid
@@ -136,6 +137,15 @@ def test_any_console_shows_a_sample(encoding, shown):
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
     assert output.decode(encoding).strip() == shown
+
+
+@needs_posix
+def test_a_crash_in_c_code_shows_the_python_line():
+    code = "import ctypes; from hf_pretrain.runtime.command_line import one_line_errors\n"
+    code += "def crash(): ctypes.string_at(0)\nwith one_line_errors(): crash()"
+    result = start([sys.executable, "-c", code])
+    assert result.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in result.stdout and re.search(r"line 2 in crash", result.stdout)
 
 
 def test_an_error_without_a_text_has_its_name(capsys):
