@@ -220,4 +220,6 @@ def start_deepspeed_cpu_ranks() -> None:
     # DeepSpeed compiles an operator here.
     name_compile_locks()
     deepspeed.init_distributed(dist_backend="gloo")
+    # A rank whose arguments are refused removes its shared memory, and a slower rank that opens it then would crash.
+    dist.barrier()
     atexit.register(remove_allreduce_buffers)
