@@ -28,7 +28,7 @@ from transformers.utils import CONFIG_NAME
 from ..runtime.ranks import on_main_process
 from ..runtime.writing import ASIDE, moved_when_whole, refused_write
 from ..tokenizer.pretrained import save_tokenizer
-from ..weights.adapters import is_adapted
+from ..weights.adapters import base_model_of, is_adapted
 from .directory import set_aside, summarize
 from .manifest import find_damage, write_manifest
 
@@ -53,6 +53,9 @@ def write_model(
     if is_writer and is_adapted(model):
         # peft writes a model card whose fields are all blank. The trainer writes the real one.
         Path(directory, REPOCARD_NAME).unlink()
+        # peft writes only the adapter. The run may have changed how the model generates, such as into a chat model.
+        if (generation := base_model_of(model).generation_config) is not None:
+            generation.save_pretrained(directory)
     if is_writer and tokenizer is not None:
         save_tokenizer(tokenizer, directory)
 

@@ -181,7 +181,10 @@ def _read_prompt(record: dict[str, Any]) -> tuple[list[dict], list | None]:
     """Return the prompt of a preference that has no field `prompt`, and the tools that one of its messages holds."""
     names = [name for name in ("conversations", "messages", *QUESTIONS) if not is_blank(record.get(name))]
     if not names:
-        raise BadRecord("chosen and rejected share no prompt; name its column, e.g. --columns prompt=question")
+        raise BadRecord(
+            "chosen and rejected share no prompt, as messages before the answers; name its column, e.g. --columns "
+            "prompt=question"
+        )
     if names[0] in QUESTIONS:
         return _read_question(record, _check_pair(record, (names[0], "chosen"))[0]), None
     messages, tools = read_messages(record[names[0]], names[0])

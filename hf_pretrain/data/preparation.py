@@ -168,4 +168,7 @@ def _check_rows(train: Any, documents: Any, eval_documents: dict[str, Dataset], 
         kind = data_args.kind_name
         raise UserError(f"None of {len(documents)} {kind} has an answer to train on within --max_length. Raise it.")
     if data_args.validation_fraction and not any(map(len, eval_documents.values())):
-        logger.warning("No document is for validation. Separate texts by blank lines, or pass --eval_dataset_name.")
+        logger.warning(
+            "No document is for validation. Raise --validation_fraction, separate texts by blank lines, or pass "
+            "--eval_dataset_name."
+        )

@@ -261,5 +261,8 @@ def load_tasks(
         raise UserError(f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks. Lower it.")
     try:
         return Dataset.from_list(sides[0]), Dataset.from_list(sides[1])
-    except pa.ArrowException as error:
-        raise UserError(f"A column of the tasks has values of several types: {error}. Correct the data.") from error
+    except (pa.ArrowException, OverflowError) as error:
+        raise UserError(
+            f"A column of the tasks has values of several types, or integers above 64 bits: {error}. Write them as "
+            "text."
+        ) from error

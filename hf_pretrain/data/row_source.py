@@ -141,6 +141,11 @@ class PaddingRowCollator:
         is_padding_row = torch.tensor([bool(feature.get(PADDING_ROW_COLUMN)) for feature in features])
         # Remove our own column first: the wrapped collator may stack all columns that it gets.
         batch = self.collator([{k: v for k, v in f.items() if k != PADDING_ROW_COLUMN} for f in features])
+        if "labels" in batch and len(batch["labels"]) != len(features):
+            raise UserError(
+                f"The data collator makes {len(batch['labels'])} row(s) of labels from {len(features)} rows. Pass one "
+                "that keeps the rows apart: DataCollatorForPackedRows, or one of transformers that pads."
+            )
         if is_padding_row.any() and "labels" in batch:
             batch["labels"][is_padding_row] = -100
         if "input_ids" in batch:

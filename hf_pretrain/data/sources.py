@@ -79,6 +79,8 @@ def _list_files(path: Path) -> list[Path]:
     present: dict[Path, Path] = {}
     for file in sorted(place for place in (*found, *below) if place.is_file()):
         present.setdefault(file.resolve(), file)
+    if {"state.json", "dataset_info.json"} <= {file.name for file in present}:
+        raise UserError(f"{path} holds what `Dataset.save_to_disk` wrote. Write Parquet: `Dataset.to_parquet`.")
     return _choose_files(path, [*present.values()])
 
 

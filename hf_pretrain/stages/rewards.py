@@ -78,7 +78,8 @@ def arithmetic_reward(
     values = _values(solution)
     if task not in (None, "arithmetic") or not values:
         return None
-    target = float(values[0])
+    # GSM8K's solutions end with `#### 1,200`.
+    target = float(values[0].rpartition("####")[2].replace(",", ""))
     # The second minus is Unicode's.
     numbers = _NUMBER.findall(answer_of(completion).replace("\u2212", "-"))
     if numbers and float(numbers[-1].replace(",", "")) == target:

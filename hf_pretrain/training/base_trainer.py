@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..checkpoints import optimizer_state
-from ..checkpoints.directory import checkpoint_path, newest_checkpoint, rotate_checkpoints
+from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.whole_weights import gather_weights
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.row_source import RowSource
@@ -38,6 +38,7 @@ from .launch import check_accumulation
 from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
 from .resume_check import check_resume, describe_run, digest_fixed_weights
 from .run import Run
+from .run_directory import checkpoint_to_resume
 from .settling import showing
 from .spikes import Rewound
 from .step_loss import FiniteCheck
@@ -126,7 +127,7 @@ class RunTrainer(Trainer):
     def create_optimizer(self, model: Any = None):
         # `optimizer_cls_and_kwargs` gets no names of parameters, and no model that FSDP or DeepSpeed has wrapped.
         build = OPTIMIZERS[self.args.optim_preset].build
-        if self.optimizer is None and build is not None:
+        if self.optimizer is None and build is not None and self.optimizer_cls_and_kwargs is None:
             self.optimizer = build(model or self.model, self.args, uses_deepspeed=self.is_deepspeed_enabled)
         return super().create_optimizer(model)
 
@@ -209,11 +210,10 @@ class RunTrainer(Trainer):
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
         args = self.args
         self._description = describe_run(self)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = on_main_process(
-                args, lambda: newest_checkpoint(args.output_dir, unverified=args.allow_inexact_resume)
-            )
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        # A recipe has chosen and verified its checkpoint before it loaded data and model.
+        if self._checkpoint not in (None, self.run.checkpoint):
+            self._checkpoint = checkpoint_to_resume(args, self._checkpoint)
         if self._checkpoint is not None:
             check_resume(self._checkpoint, self._description, args)
         on_main_process(args, self.writer.check_space)

@@ -32,6 +32,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import PaddingRowCollator, RowSource, pad_rows
+from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
 from ..weights.adapters import base_model_of
@@ -81,6 +82,13 @@ class MaskedLossTrainer(RunTrainer):
         run: Run | None = None,
         **kwargs: Any,
     ):
+        model_type = getattr(getattr(base_model_of(model), "config", None), "model_type", None)
+        if model_type != MiniMindConfig.model_type:
+            raise UserError(
+                f"MaskedLossTrainer trains a MiniMindForCausalLM, not {model_type or type(model).__name__}. "
+                "`load_upstream` reads models of the same shapes, such as those of Llama and Qwen3, and there is no "
+                "`model_init`."
+            )
         if data_collator is None:
             # transformers' default collators do not pad `input_ids` without a tokenizer, and make no labels.
             data_collator = DataCollatorForPackedRows(base_model_of(model).config.pad_token_id or 0)
@@ -161,6 +169,8 @@ class MaskedLossTrainer(RunTrainer):
 
     def _begin_step(self, batches: list[dict[str, Any]]) -> StepTotals:
         self.finite_check.begin_step()
+        if any("labels" not in batch for batch in batches):
+            raise UserError("The data collator makes no labels. Leave it out, or pass one that does.")
         self.spikes.begin_step(batches)
         totals = count_step(batches, device=self.args.device, add_up=self._add_up)
         self.meter.add_step(totals.tokens)

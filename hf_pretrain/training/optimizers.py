@@ -10,6 +10,7 @@ neither shares the matrices out to the ranks nor gathers sharded ones.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.errors import UserError
@@ -329,6 +330,16 @@ class OptimizerPreset(NamedTuple):
     max_grad_norm: float
     build: Callable[..., torch.optim.Optimizer] | None = None
     prepare_deepspeed: Callable[[dict[str, Any], Any], None] | None = None
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Raise `UserError` if the optimizer of `--optim` needs a package that is not there."""
+    try:
+        # GaLore and others raise `ValueError` without a model.
+        with suppress(ValueError):
+            Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise UserError(f"--optim {args.optim.value}: {error}") from error
 
 
 OPTIMIZERS = {

@@ -3,6 +3,7 @@ A run from its beginning to its report, for all training recipes: [`begin_run`],
 model, which first settles the arguments (`settling.py`).
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,10 @@ from .training_arguments import LMTrainingArguments, values_by_name
 
 if TYPE_CHECKING:
     from .base_trainer import RunTrainer
+
+
+# Arguments that only [`begin_run`] and [`train`] read.
+_OF_RECIPES = ("dry_run", "preview", "profile", "early_stopping_patience")
 
 
 class Kept(Protocol):
@@ -111,7 +116,15 @@ class Run:
             data (`dict`): may hold `train_dataset` and `eval_dataset`.
             collator (`Callable`, *optional*): the collator of packed sequences.
         """
-        args = args if isinstance(args, LMTrainingArguments) else LMTrainingArguments.of(args or TrainingArguments())
+        own = isinstance(args, LMTrainingArguments)
+        # The caller may pass its arguments to another trainer, whose model and data settle them differently.
+        args = copy.copy(args) if own else LMTrainingArguments.of(args or TrainingArguments())
+        for name in _OF_RECIPES:
+            if vars(args)[name]:
+                raise UserError(
+                    f"Only recipes know `{name}`. Leave it out, and pass callbacks of transformers, such as "
+                    "EarlyStoppingCallback, to the trainer."
+                )
         run = cls(args)
         settle(run, TrainerData(data.get("train_dataset"), data.get("eval_dataset"), collator), model)
         return run

@@ -166,10 +166,14 @@ def is_resumed(args: LMTrainingArguments) -> bool:
     return args.resume_from_checkpoint is not None or _num_restarts() > 0
 
 
-def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
+def checkpoint_to_resume(args: LMTrainingArguments, named: str | None = None) -> str | None:
     """
     Return the checkpoint directory that the run resumes from, or `None` to start a new run. The main process chooses;
     all ranks must call this function.
+
+    Args:
+        args ([`LMTrainingArguments`]): the run's training arguments.
+        named (`str`, *optional*): the checkpoint; by default `args.resume_from_checkpoint`.
 
     `--resume_from_checkpoint auto` means the newest intact checkpoint in `output_dir`, if there is one. It is the
     default after a restart by torchrun's elastic agent or SLURM. Newer checkpoints that are damaged are renamed to
@@ -179,11 +183,11 @@ def checkpoint_to_resume(args: LMTrainingArguments) -> str | None:
         `UserError`: if the named checkpoint does not exist, is damaged, or has pickled shards and lies elsewhere; or
             if a new run would start in an `output_dir` that holds files, or with `auto` in one that holds a model.
     """
-    return on_main_process(args, lambda: _choose(args))
+    return on_main_process(args, lambda: _choose(args, named or args.resume_from_checkpoint))
 
 
-def _choose(args: LMTrainingArguments) -> str | None:
-    named, restarts = args.resume_from_checkpoint, _num_restarts()
+def _choose(args: LMTrainingArguments, named: str | bool | None) -> str | None:
+    restarts = _num_restarts()
     if named is None and not restarts:
         RunDirectory(args).check_unused()
         return None

@@ -35,7 +35,7 @@ from .launch import (
     start_cpu_ranks,
     start_deepspeed_cpu_ranks,
 )
-from .optimizers import OPTIMIZERS
+from .optimizers import OPTIMIZERS, check_optimizer
 from .spikes import check_spikes
 
 
@@ -187,6 +187,7 @@ class LMTrainingArguments(TrainingArguments):
         if self.deepspeed:
             refuse_mismatches(self.hf_deepspeed_config)
         check_device(self)
+        check_optimizer(self)
         check_float8(self)
         check_spikes(self)
 
@@ -253,8 +254,18 @@ class LMTrainingArguments(TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments) -> Self:
-        """Return plain `TrainingArguments` as ours, with AdamW and with our other flags off."""
-        return cls(**{each.name: vars(args)[each.name] for each in fields(args)}, optim_preset="adamw")
+        """
+        Return plain `TrainingArguments` as ours, with AdamW and with our other flags off. Fields that a subclass adds
+        stay.
+        """
+        values = {each.name: vars(args)[each.name] for each in fields(args)}
+        if (values["metric_for_best_model"] or "").endswith(LOWER_IS_BETTER):
+            # transformers has chosen it by the end of the name.
+            values["greater_is_better"] = None
+        names = {each.name for each in fields(TrainingArguments)}
+        ours = cls(**{name: value for name, value in values.items() if name in names}, optim_preset="adamw")
+        ours.__dict__.update({name: value for name, value in values.items() if name not in names})
+        return ours
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

@@ -9,6 +9,7 @@ model. The directory is a `--model_name_or_path` for further training, and peft'
 `recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_peft_available, logging
@@ -147,7 +148,7 @@ def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[l
     asked = args.lora_target_modules or known
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise UserError(f"--lora_target_modules {' '.join(unknown)}: this model lacks it. It has {', '.join(known)}.")
+        raise UserError(f"--lora_target_modules {' '.join(unknown)}: this model lacks it. It has {' '.join(known)}.")
     # peft adapts plain parameters, such as stacked experts, through `target_parameters`.
     parameters = [f"experts.{name}" for name in stacked if name in asked]
     rest = [name for name in known if name not in EXPERT_PARAMETERS]
@@ -223,6 +224,10 @@ def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: 
     from peft import PeftModel
 
     try:
-        return _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
+        adapted = _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
     except SafetensorError as error:
         raise UserError(f"{path} has no readable weights: {error}") from error
+    # Adapters of other programs have none.
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
+    return adapted

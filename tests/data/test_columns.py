@@ -142,7 +142,11 @@ def test_preferences_of_other_programs(record, prompt):
         ("conversation", {"question": "q", "answer": 3}, "'answer' holds an integer"),
         ("conversation", {"title": "q", "reply": "a"}, "its fields are title, reply, .*--columns prompt=question"),
         ("preference", {"question": "q", "query": "r", "chosen": "a", "rejected": "b"}, "stand beside 'query'"),
-        ("preference", {"chosen": "a", "rejected": "b"}, "share no prompt; name its column, e.g. --columns prompt="),
+        (
+            "preference",
+            {"chosen": "a", "rejected": "b"},
+            "as messages before the answers; name its column, e.g. --columns prompt=",
+        ),
         (
             "preference",
             {"conversations": [Q, A], "chosen": "a", "rejected": "b"},

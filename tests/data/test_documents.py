@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 
 from hf_pretrain.data import caching, documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.runtime.errors import UserError
 from tests.toys import write_jsonl
 
 
@@ -143,6 +144,12 @@ def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monke
     (tmp_path / "notes").mkdir()
     (data / "notes.md").rename(tmp_path / "notes/a.md")
     assert sources.find_sources(str(tmp_path / "notes")) == [str(tmp_path / "notes/a.md")]
+
+
+def test_a_directory_of_save_to_disk_is_named(tmp_path):
+    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"saved holds what `Dataset.save_to_disk` wrote. Write Parquet"):
+        sources.find_sources(str(tmp_path / "saved"))
 
 
 def test_streams_and_processes_read_all_formats_alike(tmp_path, monkeypatch):

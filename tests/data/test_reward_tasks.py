@@ -8,6 +8,7 @@ from transformers.utils import get_json_schema
 from examples.agent_tools import TOOLS as FUNCTIONS
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reward_tasks import load_tasks, read_task
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 
@@ -84,3 +85,11 @@ def test_bad_lines_count_over_all_names(tmp_path):
         assert len(load_tasks(names, validation_fraction=0.0, max_rejected_ratio=0.1)[0]) == 9
         with pytest.raises(ValueError, match="1 of 10 lines"):
             load_tasks(names, validation_fraction=0.0, max_rejected_ratio=0.09)
+
+
+@pytest.mark.parametrize("column", [[10**30, 1], [1, "2"]])
+def test_a_column_that_arrow_cannot_hold_is_named_as_such(tmp_path, column):
+    rows = [{"prompt": f"{value}?", "solution": value} for value in column]
+    write_jsonl(tmp_path / "tasks.jsonl", rows)
+    with pytest.raises(UserError, match="values of several types, or integers above 64 bits"):
+        load_tasks([str(tmp_path / "tasks.jsonl")], validation_fraction=0.0)

@@ -52,6 +52,8 @@ def test_the_format_reward_counts_parts(shape, answer, reward):
         *[("12kg", 12, 1.0), ("the 12th", 12, 1.0), ("\u22125", -5, 1.0), ("7\u22125", -5, 0.2)],
         *[("3,4", 34, 0.2), ("3,4", 4, 1.0), ("3,400", 3400, 1.0), ("1,234,567.5", 1234567.5, 1.0)],
         *[("1.2e3", 1200, 1.0), ("等于12。", 12, 1.0)],
+        # A solution of GSM8K.
+        *[("1200", "It is <<3*400=1200>>1200.\n#### 1,200", 1.0), ("3", "It is <<3*400=1200>>1200.\n#### 1,200", 0.2)],
         # Names and versions hold no numbers.
         *[("x12", 12, 0.0), ("H2O", 2, 0.0), ("1.12.3", 3, 0.0)],
         # A thought is no answer, also one that is not closed.

@@ -82,8 +82,8 @@ def test_deepspeed_gets_what_the_optimizer_needs(tmp_path):
     config = copy.deepcopy(OFFLOADED)
     prepare_deepspeed_config(config, arguments(tmp_path))
     assert config["zero_optimization"]["reduce_scatter"] is False and config["zero_force_ds_cpu_optimizer"] is False
-    with pytest.raises(ValueError, match="accelerate would replace --optim lion_32bit by Adam"):
-        prepare_deepspeed_config(copy.deepcopy(OFFLOADED), arguments(tmp_path, optim="lion_32bit"))
+    with pytest.raises(ValueError, match="accelerate would replace --optim adafactor by Adam"):
+        prepare_deepspeed_config(copy.deepcopy(OFFLOADED), arguments(tmp_path, optim="adafactor"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.checkpoints.writer import write_model
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import adapters
@@ -106,6 +107,17 @@ def test_a_saved_and_a_merged_adapter_give_the_same_model(named, input_ids, tmp_
         merged.save_pretrained(tmp_path / "merged")
         again = MiniMindForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(again(input_ids).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_merged_adapter_generates_as_its_run_trained_it(named, tmp_path, samples):
+    """Fine-tuning an adapter of a base model makes a chat model, which `chat` recognises by these settings."""
+    adapted = adapt(named("v1"))
+    base = adapted.get_base_model()
+    base.generation_config.do_sample = samples
+    write_model(str(tmp_path / "adapter"), adapted, None, None, is_writer=True)
+    assert load_merged(str(tmp_path / "adapter")).generation_config.do_sample is samples
+    assert not MiniMindForCausalLM.from_pretrained(tmp_path / "base").generation_config.do_sample
 
 
 REFUSED = [
