@@ -8,6 +8,7 @@ the assistant. Instead of `messages`, a preference has `prompt`, `chosen` and `r
 """
 
 import json
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -38,6 +39,7 @@ _NAMED_KINDS: tuple[tuple[str, ...], ...] = (
     ("instruction", "output"),  # of Alpaca
 )
 CONVERSATION_KEYS = (*_NAMED_KINDS, *product(QUESTIONS, ANSWERS))
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # Variables of chat templates that a record must not replace.
 _RESERVED_KWARGS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt", "self", "range"}
 
@@ -134,9 +136,9 @@ def read_preference(record: Any) -> str:
     """
     Read the preference of one record.
 
-    `chosen` and `rejected` are messages, lists of messages or texts. The prompt is in `prompt`, or `chosen` and
-    `rejected` both begin with it (MiniMind, TRL), or both (UltraFeedback), or it is in `conversations` (ShareGPT) or
-    in one of `QUESTIONS`. A field `system` becomes its first message.
+    `chosen` and `rejected` are messages, lists of messages, texts, or transcripts (HH-RLHF). The prompt is in
+    `prompt`, or `chosen` and `rejected` both begin with it (MiniMind, TRL), or both (UltraFeedback), or it is in
+    `conversations` (ShareGPT) or in one of `QUESTIONS`. A field `system` becomes its first message.
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`.
@@ -158,7 +160,7 @@ def read_preference(record: Any) -> str:
     for key, role in (("chosen", "assistant"), ("rejected", "assistant"), ("prompt", "user")):
         if key == "prompt" and is_blank(record.get(key)):
             continue
-        turns[key], found = read_turn(record[key], key, role)
+        turns[key], found = read_turn(_read_transcript(record[key]), key, role)
         tools = tools or found
         if take_weights(turns[key])[-1:] not in ([], [1]) and key != "prompt":
             raise BadRecord(f"{key!r} has a loss weight, but a preference compares whole answers; remove the field")
@@ -177,14 +179,19 @@ def read_preference(record: Any) -> str:
     return _write({"prompt": _with_system(prompt, record), **answers}, record, tools)
 
 
+def _read_transcript(value: Any) -> Any:
+    """Return the messages of a text that begins with `\\n\\nHuman: `, as in HH-RLHF; other values as they are."""
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return value
+    _, *parts = re.split("\n\n(Human|Assistant): ?", value)
+    return [{"role": _SPEAKERS[who], "content": text} for who, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
 def _read_prompt(record: dict[str, Any]) -> tuple[list[dict], list | None]:
     """Return the prompt of a preference that has no field `prompt`, and the tools that one of its messages holds."""
     names = [name for name in ("conversations", "messages", *QUESTIONS) if not is_blank(record.get(name))]
     if not names:
-        raise BadRecord(
-            "chosen and rejected share no prompt, as messages before the answers; name its column, e.g. --columns "
-            "prompt=question"
-        )
+        raise BadRecord("chosen and rejected share no prompt; name its column, e.g. --columns prompt=question")
     if names[0] in QUESTIONS:
         return _read_question(record, _check_pair(record, (names[0], "chosen"))[0]), None
     messages, tools = read_messages(record[names[0]], names[0])

@@ -82,15 +82,15 @@ class RecipeParser(HfArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """
-        Parse all arguments. Raise `UserError` for an unknown one, which names a similar one, and for values that are
+        Parse all arguments. Raise `UserError` for unknown ones, which names similar ones, and for values that are
         empty or out of bounds.
         """
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            word = next((word for word in unknown if word.startswith("--")), unknown[0])
+            words = [word for word in unknown if word.startswith("--")] or unknown[:1]
             known = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
-            nearest = hint(word.lstrip("-").split("=")[0], known)
-            raise UserError(f"Unknown argument {word!r}{nearest or '. `--help` lists the flags'}.")
+            texts = ", ".join(f"{word!r}{hint(word.lstrip('-').split('=')[0], known)}" for word in words)
+            raise UserError(f"Unknown argument {texts}. `--help` lists the flags.")
         for name, value in vars(namespace).items():
             # A variable of the shell may be unset. `Path("")` would be the working directory.
             if value == "" and self.get_default(name) != "":

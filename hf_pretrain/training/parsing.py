@@ -103,9 +103,9 @@ def _yaml_to_argv(path: str, typed: Namespace) -> list[str]:
     """
     argv = []
     content, known_keys = read_defaults(Path(path)), {*vars(typed), "preset"}
+    if unknown := [str(key) for key in content if key not in known_keys]:
+        raise UserError(f"{path}: unknown key {', '.join(f'`{key}`{hint(key, known_keys)}' for key in unknown)}.")
     for key, value in content.items():
-        if key not in known_keys:
-            raise UserError(f"{path}: unknown key `{key}`{hint(str(key), known_keys)}.")
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:
                 raise UserError(f"{path}: `{key}` depends on the precision and must have the keys bf16 and float32.")

@@ -145,7 +145,7 @@ def test_preferences_of_other_programs(record, prompt):
         (
             "preference",
             {"chosen": "a", "rejected": "b"},
-            "as messages before the answers; name its column, e.g. --columns prompt=",
+            "share no prompt; name its column, e.g. --columns prompt=",
         ),
         (
             "preference",

@@ -296,6 +296,8 @@ def test_preferences():
         # UltraFeedback states the prompt twice.
         {"prompt": "2+2? ", "chosen": [USER, ANSWER], "rejected": [USER, no]},
         {"prompt": [USER], "chosen": ANSWER, "rejected": no},
+        # A transcript of HH-RLHF.
+        {key: f"\n\nHuman: 2+2?\n\nAssistant: {answer}" for key, answer in (("chosen", 4), ("rejected", 5))},
         {"prompt": "", "chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, no])},
         {"prompt": [{**USER, "weight": 0}], "chosen": {**ANSWER, "weight": 1}, "rejected": no},
     ):

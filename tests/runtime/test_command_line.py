@@ -70,6 +70,16 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("pretrain", ["--config", "missing.yaml"], "--config missing.yaml cannot be read: [Errno 2] No such file"),
         ("pretrain", ["--config", "twice.yaml"], "'max_steps' stands twice"),
         ("pretrain", ["--config", "unknown.yaml"], "unknown.yaml: unknown key `learning_rat`; the nearest one"),
+        (
+            "sft",
+            ["--config", "factory.yaml"],
+            "unknown key `stage`, `cutoff_len`; here it is max_length, `lora_rank`; here it is lora_r.",
+        ),
+        (
+            "sft",
+            ["--evaluation_strategy=no", "--bf17", *RUN],
+            "'--evaluation_strategy=no'; here it is eval_strategy, '--bf17'. `--help`",
+        ),
         ("sft", ["--config", str(ROOT / "recipes/tiny/sft.yaml"), *RUN], "There is no directory out/pretrain-tiny"),
         ("pretrain", ["--report_to", "wandbb", *RUN], "--report_to wandbb is unknown or not installed. Here: "),
         ("pretrain", ["--metric_for_best_model", "perplexty", *RUN], "perplexty is unknown; the nearest one is"),
@@ -85,6 +95,7 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
     # PyYAML recognises UTF-16.
     (tmp_path / "unknown.yaml").write_text("learning_rat: 1", encoding="utf-16")
+    (tmp_path / "factory.yaml").write_text("stage: sft\ncutoff_len: 64\nlora_rank: 8\nlearning_rate: 1.0e-4\n")
     if "wrong" in words:
         train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(tmp_path / "wrong")
         toy_model(vocab_size=320).save_pretrained(tmp_path / "wrong")
