@@ -175,7 +175,10 @@ def check_record_fields(record: dict[str, Any], *, has_loss: bool = True) -> Non
             words & _WANTED and text in ("0", "0.0", "-1", "false")
         )
         if words & _MEDIA or (has_loss and changes_loss):
-            raise BadRecord(f"the record has the field {quoted(name)}, which cannot be trained; remove it or the line")
+            raise BadRecord(
+                f"the record has the field {quoted(name)}, which cannot be trained; drop the line, or the field if it "
+                "judges nothing"
+            )
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:
