@@ -37,7 +37,7 @@ from .float8 import convert_to_float8
 from .launch import check_accumulation
 from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
 from .resume_check import check_resume, describe_run, digest_fixed_weights
-from .run import Run
+from .run import Run, check_callbacks
 from .run_directory import checkpoint_to_resume
 from .settling import showing
 from .spikes import Rewound
@@ -208,15 +208,15 @@ class RunTrainer(Trainer):
 
     def _describe_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
-        args = self.args
+        check_callbacks(self)
         self._description = describe_run(self)
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         # A recipe has chosen and verified its checkpoint before it loaded data and model.
         if self._checkpoint not in (None, self.run.checkpoint):
-            self._checkpoint = checkpoint_to_resume(args, self._checkpoint)
+            self._checkpoint = checkpoint_to_resume(self.args, self._checkpoint)
         if self._checkpoint is not None:
-            check_resume(self._checkpoint, self._description, args)
-        on_main_process(args, self.writer.check_space)
+            check_resume(self._checkpoint, self._description, self.args)
+        on_main_process(self.args, self.writer.check_space)
 
     def _begin_training(self) -> None:
         """Prepare the parts for the first step."""

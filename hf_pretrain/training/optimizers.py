@@ -332,6 +332,23 @@ class OptimizerPreset(NamedTuple):
     prepare_deepspeed: Callable[[dict[str, Any], Any], None] | None = None
 
 
+def describe_own_optimizer(given: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """
+    Return the class and the settings of an optimizer that the user passes to a trainer, or `None` without one.
+
+    Args:
+        given (`dict`): may hold `optimizers` and `optimizer_cls_and_kwargs`, as [`~transformers.Trainer`] takes them.
+    """
+    optimizer, chosen = (given.get("optimizers") or (None,))[0], given.get("optimizer_cls_and_kwargs")
+    if optimizer is not None:
+        groups = enumerate(optimizer.param_groups)
+        settings = {
+            f"group {i}": {name: group[name] for name in sorted(group.keys() - {"params"})} for i, group in groups
+        }
+        return type(optimizer).__name__, settings
+    return None if chosen is None else (chosen[0].__name__, chosen[1])
+
+
 def check_optimizer(args: TrainingArguments) -> None:
     """Raise `UserError` if the optimizer of `--optim` needs a package that is not there."""
     try:

@@ -183,6 +183,9 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
     adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
     contents = {"data": data[0], "config": describe_config(model.config), "adapter": adapter}
     contents |= {role: {"digest": digest} for role, digest in run.fixed_weights.items()}
+    name, settings = run.own_optimizer or (optimizer_name(args), None)
+    if settings is not None:
+        contents["settings of the optimizer"] = _plain(settings)
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         # GRPO renders its prompts during the training.
         words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
@@ -191,7 +194,7 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
         "world_size": args.world_size,
         "global_batch": args.rows_per_step,
         "layout": trainer.layout,
-        "optimizer": optimizer_name(args),
+        "optimizer": name,
         "save_only_model": args.save_only_model,
         "settings": describe_settings(args, run.others),
         "contents": contents,

@@ -41,7 +41,7 @@ from .budgets import BUDGETS
 from .callbacks import LogFileCallback, LogLinesCallback, ProfilerCallback, ProgressBarCallback
 from .dry_run import format_plan
 from .end_report import format_report, next_commands, write_run_page
-from .optimizers import OPTIMIZERS
+from .optimizers import OPTIMIZERS, describe_own_optimizer
 from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
 from .samples import AddedFigures, SampleCallback, measure_answers, sample_answers, sample_continuations
 from .settling import TrainerData, settle, settle_dry_run, settle_name
@@ -51,10 +51,6 @@ from .training_arguments import LMTrainingArguments, values_by_name
 
 if TYPE_CHECKING:
     from .base_trainer import RunTrainer
-
-
-# Arguments that only [`begin_run`] and [`train`] read.
-_OF_RECIPES = ("dry_run", "preview", "profile", "early_stopping_patience")
 
 
 class Kept(Protocol):
@@ -83,6 +79,7 @@ class Run:
         callbacks (`list[TrainerCallback]`): its callbacks, in their order.
         kept (`list[Kept]`): states that checkpoints hold beside Trainer's.
         fixed_weights (`dict[str, str]`): digests of weights that training does not change, by their role.
+        own_optimizer (`tuple[str, dict]`, *optional*): the class and the settings of an optimizer of the user.
     """
 
     def __init__(
@@ -103,6 +100,7 @@ class Run:
         self.callbacks: list[TrainerCallback] = []
         self.kept: list[Kept] = []
         self.fixed_weights: dict[str, str] = {}
+        self.own_optimizer: tuple[str, dict[str, Any]] | None = None
 
     @classmethod
     def of_trainer(
@@ -113,19 +111,17 @@ class Run:
 
         Args:
             args ([`~transformers.TrainingArguments`], *optional*), model: as the trainer gets them.
-            data (`dict`): may hold `train_dataset` and `eval_dataset`.
+            data (`dict`): may hold `train_dataset`, `eval_dataset` and an optimizer.
             collator (`Callable`, *optional*): the collator of packed sequences.
         """
         own = isinstance(args, LMTrainingArguments)
         # The caller may pass its arguments to another trainer, whose model and data settle them differently.
         args = copy.copy(args) if own else LMTrainingArguments.of(args or TrainingArguments())
-        for name in _OF_RECIPES:
-            if vars(args)[name]:
-                raise UserError(
-                    f"Only recipes know `{name}`. Leave it out, and pass callbacks of transformers, such as "
-                    "EarlyStoppingCallback, to the trainer."
-                )
+        # The arguments of an evaluation have neither.
+        for name in ("dry_run", "preview"):
+            _refuse_unread(name, vars(args).get(name))
         run = cls(args)
+        run.own_optimizer = describe_own_optimizer(data)
         settle(run, TrainerData(data.get("train_dataset"), data.get("eval_dataset"), collator), model)
         return run
 
@@ -275,6 +271,21 @@ def _set_callbacks(trainer: "RunTrainer", *last: TrainerCallback) -> None:
         callbacks.append(EarlyStopping(patience))
     for callback in (*callbacks, *last):
         trainer.add_callback(callback)
+
+
+def check_callbacks(trainer: "RunTrainer") -> None:
+    """Raise `UserError` for arguments that callbacks of [`train_and_evaluate`] read, if the trainer has none."""
+    for name, kind in (("profile", ProfilerCallback), ("early_stopping_patience", EarlyStopping)):
+        if not any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks):
+            _refuse_unread(name, vars(trainer.args)[name])
+
+
+def _refuse_unread(name: str, value: Any) -> None:
+    if value not in (None, False):
+        raise UserError(
+            f"Only recipes know `{name}`. Leave it out, and pass callbacks of transformers, such as "
+            "EarlyStoppingCallback, to the trainer."
+        )
 
 
 def train_and_evaluate(

@@ -47,13 +47,13 @@ def test_a_reference_model_that_moves_is_not_sharded(tmp_path, recipe, monkeypat
 
 def test_completions_of_other_ranks_are_refused(tmp_path):
     build_trainer("grpo", {"num_iterations": 2}, tmp_path).train()
+    # After the last step of a generation, no completions are saved.
+    assert not (tmp_path / "checkpoint-2/generation.pt").exists()
     flags = {"num_iterations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    build_trainer("grpo", flags, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     trainer = build_trainer("grpo", flags, tmp_path)
     with pytest.raises(UserError, match="1 micro-batches on each of 1 process"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    # After the last step of a generation, no completions are saved.
-    assert not (tmp_path / "checkpoint-2/generation.pt").exists()
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 @pytest.mark.distributed

@@ -67,7 +67,7 @@ def test_arguments_of_a_class_of_the_user_are_taken(tmp_path):
 @pytest.mark.parametrize("name", ["dry_run", "profile", "early_stopping_patience", "preview"])
 def test_an_argument_that_only_recipes_know_is_refused(tmp_path, name):
     with pytest.raises(UserError, match=f"Only recipes know `{name}`"):
-        trainer_of(tmp_path, LMTrainingArguments, **{name: 1})
+        trainer_of(tmp_path, LMTrainingArguments, **{name: 1}).train()
 
 
 def test_the_users_arguments_are_settled_for_one_trainer_alone(tmp_path):
@@ -85,6 +85,26 @@ def test_an_optimizer_class_of_the_user_takes_the_place_of_muon(tmp_path):
     chosen = (torch.optim.SGD, {"lr": 0.1})
     trainer = MaskedLossTrainer(make_model(), args, train_dataset=ROWS, optimizer_cls_and_kwargs=chosen)
     assert type(trainer.create_optimizer()) is torch.optim.SGD
+
+
+def test_an_optimizer_of_the_user_is_compared(tmp_path):
+    def trainer(cls, rate, **given):
+        model = make_model()
+        own = cls(model.parameters(), lr=rate)
+        arguments = PlainArguments(
+            **ARGUMENTS | {"output_dir": str(tmp_path), "max_steps": 4, "save_steps": 2} | given
+        )
+        return MaskedLossTrainer(model, arguments, train_dataset=ROWS, optimizers=(own, None))
+
+    trainer(torch.optim.AdamW, 1e-2).train()
+    expected = (tmp_path / "checkpoint-4/model.safetensors").read_bytes()
+    path = str(tmp_path / "checkpoint-2")
+    with pytest.raises(UserError, match="its settings of the optimizer differed .*'lr': 0.1"):
+        trainer(torch.optim.AdamW, 0.1).train(path)
+    with pytest.raises(UserError, match="its optimizer was AdamW and is now Adagrad"):
+        trainer(torch.optim.Adagrad, 1e-2).train(path)
+    trainer(torch.optim.AdamW, 1e-2).train(path)
+    assert (tmp_path / "checkpoint-4/model.safetensors").read_bytes() == expected
 
 
 def test_a_model_of_another_class_is_refused(tmp_path):
