@@ -90,11 +90,15 @@ def complete_deepspeed_config(args: Any) -> None:
     """
     Fill what is "auto" in the config of `--deepspeed` with the settled arguments: the values of the parsed ones, which
     it holds so far, may be other ones. A learning rate that follows from the width of the model was still `None`.
+
+    Raises:
+        `UserError`: for a number in the config that differs from a settled argument.
     """
     filled = deepspeed_integration.HfTrainerDeepSpeedConfig(args.deepspeed)
     # NOTE: a new config registers itself, and `from_pretrained` forgets it when it dies.
     deepspeed_integration.set_hf_deepspeed_config(args.hf_deepspeed_config)
     filled.trainer_config_process(args)
+    refuse_mismatches(filled)
     prepare_deepspeed_config(filled.config, args)
     # accelerate's plugin has the same `dict`.
     args.hf_deepspeed_config.config.update(filled.config)

@@ -63,7 +63,7 @@ class MaskedLossTrainer(RunTrainer):
             model.
         term ([`Term`], *optional*): a further term of the loss, such as [`~stages.distillation.TeacherTerm`].
         run ([`~training.run.Run`], *optional*): the run of a recipe. Without it, the trainer makes one from `args`.
-        model, args, kwargs: as for [`~transformers.Trainer`].
+        model, args, kwargs: as for [`~transformers.Trainer`]. The trainer has a copy of the arguments.
 
     Raises:
         `UserError`: for arguments that the masked loss does not support.

@@ -4,8 +4,9 @@ and QLoRA (https://huggingface.co/papers/2305.14314) on attention, MLP and stack
 
     model = add_adapter(load_model(model_args, tokenizer), adapter_args)
 
-An adapter directory holds `adapter_model.safetensors` in float32, and `adapter_config.json`, which names the base
-model. The directory is a `--model_name_or_path` for further training, and peft's `AutoPeftModelForCausalLM` loads it.
+An adapter directory holds `adapter_model.safetensors` in float32, `adapter_config.json`, which names the base model,
+and the `generation_config.json` of the trained model. The directory is a `--model_name_or_path` for further training,
+and peft's `AutoPeftModelForCausalLM` loads it.
 `recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 

@@ -132,6 +132,9 @@ def test_a_deepspeed_config_gets_the_settled_values(tmp_path):
     assert (held["train_micro_batch_size_per_gpu"], held["gradient_accumulation_steps"]) == (16, 1)
     assert held["train_batch_size"] == 16
     assert held["optimizer"]["params"]["lr"] == held["scheduler"]["params"]["warmup_max_lr"] == 3e-4
+    args.deepspeed["train_micro_batch_size_per_gpu"] = 2
+    with pytest.raises(ValueError, match="per_gpu=2, but per_device_train_batch_size=16"):
+        complete_deepspeed_config(args)
 
 
 @pytest.mark.distributed
