@@ -6,7 +6,7 @@ import runpy
 import pytest
 
 from hf_pretrain.data.data_arguments import DataArguments
-from hf_pretrain.runtime.names import hint
+from hf_pretrain.runtime.names import _ELSEWHERE, hint
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.training.parsing import parse_args
@@ -154,4 +154,10 @@ def test_the_founding_command_runs(tmp_path, flags):
 def test_hints_are_related(word, expected):
     actions = recipe_parser(ROOT / "recipes/sft.py")._actions
     known = [flag.lstrip("-") for action in actions for flag in action.option_strings]
-    assert hint(word, known).removeprefix("; the nearest one is ") == expected
+    assert hint(word, known).rpartition(" ")[2] == expected
+
+
+def test_the_names_of_other_toolkits_lead_to_flags_that_exist():
+    actions = [*recipe_parser(ROOT / "recipes/sft.py")._actions, *recipe_parser(ROOT / "recipes/dpo.py")._actions]
+    known = {flag.lstrip("-") for action in actions for flag in action.option_strings}
+    assert set(_ELSEWHERE.values()) <= known and not set(_ELSEWHERE) & known
