@@ -10,7 +10,7 @@ and peft's `AutoPeftModelForCausalLM` loads it.
 `recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import is_peft_available, logging
+from transformers.utils import GENERATION_CONFIG_NAME, is_peft_available, logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.modeling_minimind import MiniMindForCausalLM
@@ -228,7 +228,7 @@ def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: 
         adapted = _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
     except SafetensorError as error:
         raise UserError(f"{path} has no readable weights: {error}") from error
-    # Adapters of other programs have none.
-    with suppress(OSError):
+    # Adapters of other programs have no such file. One that is there and damaged is an error.
+    with nullcontext() if Path(path, GENERATION_CONFIG_NAME).is_file() else suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(str(path))
     return adapted

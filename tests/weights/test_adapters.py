@@ -118,6 +118,9 @@ def test_a_merged_adapter_generates_as_its_run_trained_it(named, tmp_path, sampl
     write_model(str(tmp_path / "adapter"), adapted, None, None, is_writer=True)
     assert load_merged(str(tmp_path / "adapter")).generation_config.do_sample is samples
     assert not MiniMindForCausalLM.from_pretrained(tmp_path / "base").generation_config.do_sample
+    (tmp_path / "adapter/generation_config.json").write_text("{")
+    with pytest.raises(OSError, match="generation_config.json"):
+        load_merged(str(tmp_path / "adapter"))
 
 
 REFUSED = [
