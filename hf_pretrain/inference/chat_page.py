@@ -235,7 +235,8 @@ def make_page(
             begun.success(_answering(endpoint, tools, language), [history, *settings], [chat, history], **quiet)
             for endpoint, chat, history in zip(endpoints, chats, histories, strict=True)
         ]
-        stop.click(None, cancels=running).then(_wait_for_end).then(_end, [spoken, *histories], everything)
+        # A question whose answers have not begun is stopped, too.
+        stop.click(None, cancels=[begun, *running]).then(_wait_for_end).then(_end, [spoken, *histories], everything)
         # Each chat has a button to clear it, which must not leave its history behind.
         cleared = gr.on([clear.click, *(chat.clear for chat in chats)], None, cancels=running)
         cleared.then(_wait_for_end).then(lambda: [[] for _ in everything], None, everything)

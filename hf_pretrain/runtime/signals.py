@@ -177,10 +177,11 @@ def watch_launcher(name: str) -> None:
     if name == "python" and "HF_PRETRAIN_IS_STAGE" not in os.environ:
         return
     chain = _ancestors(2 if name == "deepspeed" else 1)
+    is_orphan = _adopts_orphans(chain[0])
 
     def watch() -> None:
         # When a parent dies, the kernel gives its children another parent.
-        while _ancestors(len(chain)) == chain:
+        while not is_orphan and _ancestors(len(chain)) == chain:
             time.sleep(1)
         # The launcher may have read the output.
         with suppress(OSError):
@@ -189,6 +190,22 @@ def watch_launcher(name: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _adopts_orphans(pid: int) -> bool:
+    """
+    Whether a parent has adopted this process, because its launcher died before the watch began: the first process of
+    the system, or systemd. In a container, the launcher itself, which is a Python program, can be the first process.
+    """
+    try:
+        parent = psutil.Process(pid)
+        return (pid == 1 or parent.name() == "systemd") and "python" not in parent.exe()
+    except psutil.NoSuchProcess:
+        # A parent outside of the container has the id 0.
+        return False
+    except psutil.AccessDenied:
+        # A launcher runs under the user of its ranks.
+        return True
 
 
 def _ancestors(number: int) -> list[int]:

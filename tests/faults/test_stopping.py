@@ -135,14 +135,15 @@ def test_after_a_signal_during_preparation_the_run_can_start_again(workspace, tm
     assert result.returncode == 0 and not find_damage(tmp_path / "run/checkpoint-2"), result.stdout[-3000:]
 
 
-@pytest.mark.parametrize("seconds", [0.3, 1.5])
+# At once, before the ranks have imported anything, or while they import.
+@pytest.mark.parametrize("seconds", [0, 1.5])
 def test_ranks_whose_launcher_is_killed_while_they_start_end(seconds, workspace, tmp_path):
     with start(command(workspace, tmp_path / "run", *LONG, launcher="torchrun")) as process:
         wait_for(lambda: len(ranks(process)) == 2, process)
         found = ranks(process)
         time.sleep(seconds)
         process.kill()
-        _, alive = psutil.wait_procs(found, timeout=60)
+        _, alive = psutil.wait_procs(found, timeout=500)
     assert not alive
 
 

@@ -197,6 +197,13 @@ def wait_for_answer(page, number: int, *, chars: int = 1) -> None:
     )
 
 
+def wait_for_questions(page, number: int, count: int) -> None:
+    """Wait until the page shows this many questions: then their answers have begun."""
+    page.wait_for_function(
+        "([n, count]) => document.querySelectorAll(`#chat-${n} .user.message`).length === count", arg=[number, count]
+    )
+
+
 def wait_for_end(page, number: int) -> str:
     """Wait until an answer does not grow any more, and return its text."""
     wait_for_answer(page, number)
@@ -267,8 +274,9 @@ def test_stop_and_new_chat_and_closing_the_page_end_answers_at_the_server(chat, 
     check_idle(served, models)
     stopped = wait_for_end(chat, 1)
     assert early + 10 <= len(stopped) < 2048 and chat.locator("#question textarea").input_value() == "and now?"
-    # The answer stays while the conversation continues. Stop it before its first token.
+    # The answer stays while the conversation continues. Stop the next one before its first token.
     ask(chat, "and now?")
+    wait_for_questions(chat, 1, 2)
     chat.locator("#stop").click()
     check_idle(served, models)
     assert wait_for_end(chat, 1).startswith(stopped)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.inference.guards import MAX_BYTES
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.inference.serving import check_ports, model_manager
@@ -25,6 +25,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.exporting import export
+from hf_pretrain.weights.model_arguments import with_yarn
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.serving import ask, post, send, served, texts
 from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler
@@ -356,10 +357,14 @@ def test_other_hosts_and_origins_are_refused(client, host, origin, is_refused):
 def test_the_positions_of_the_served_model_are_extended(talker, monkeypatch):
     # The server's loader stays in transformers; later tests of this process load other models.
     monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+    config, tokenizer = with_yarn(MiniMindConfig.from_pretrained(talker), "1024:4"), load_tokenizer(talker)
+    model = MiniMindForCausalLM.from_pretrained(talker, config=config)
+    ids = [tokenizer.bos_token_id, *tokenizer("x y" * 1000, add_special_tokens=False)["input_ids"]]
+    new = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, len(ids) :]
     with served(str(talker), rope_scaling="1024:4") as client:
-        prompt = "x y" * 1000
-        assert ask(client, [{"role": "user", "content": prompt}], max_tokens=1).usage.prompt_tokens > 1024
-        assert ask(client, SUM[:1]).choices[0].message.content == "It is four."
+        answer = client.completions.create(model="x", prompt="x y" * 1000, max_tokens=4, temperature=0)
+    assert answer.usage.prompt_tokens == len(ids) > 1024
+    assert answer.choices[0].text == tokenizer.decode(new, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["gguf", "adapter"])
