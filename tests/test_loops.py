@@ -54,7 +54,8 @@ def test_steps_on_the_term_end_a_loop():
     answer = torch.tensor([[5, 6, *[7] * 16]])
     p = model(answer).logits.softmax(-1)[0, 2:-1, 7]
     torch.testing.assert_close(first, -(1 - p).clamp(min=1e-5).log().mean(), rtol=1e-3, atol=1e-3)
-    for _ in range(40):
+    # It ends much earlier, at a step that depends on the first weights.
+    for _ in range(400):
         loss = term(trainer, model, [[5, 6]])
         if not loss.requires_grad:
             break

@@ -37,8 +37,9 @@ Functions = dict[str, Callable[..., Any]]
 
 # Seconds between two updates of a growing answer: a fast model would otherwise be ahead of the page.
 _UPDATE_SECONDS = 0.05
-# Number of growing answers, by browser session.
+# Number of growing answers, and of stopped questions, by browser session.
 _growing: Counter[str | None] = Counter()
+_stops: Counter[str | None] = Counter()
 # The default theme would load its fonts from another host.
 THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
 # An answer may contain links to pictures. To load them would tell their hosts about the chat.
@@ -60,9 +61,10 @@ class Endpoint(NamedTuple):
     base_url: str
 
 
-def begin_answer(history: History, text: str) -> History:
-    """Return a history with the user's question and an empty answer, which is running."""
-    return [*history, {"role": "user", "content": text}, {"role": "assistant", "content": "", "is_running": True}]
+def begin_answer(history: History, text: str, num_stops: int = 0) -> History:
+    """Return a history with the user's question and an empty answer, which is running unless it was stopped since."""
+    answer = {"role": "assistant", "content": "", "is_running": True, "num_stops": num_stops}
+    return [*history, {"role": "user", "content": text}, answer]
 
 
 def to_request(history: History) -> list[Message]:
@@ -261,7 +263,8 @@ def _ask(request: gr.Request, language: str | None, text: str, *histories: Histo
         raise gr.Error(t("Wait for the end of the answer, or press Stop."), print_exception=False)
     if not text.strip():
         raise gr.Error(t("Type a message first."), print_exception=False)
-    return ["", *_both([begin_answer(history, text) for history in histories], t)]
+    num_stops = _stops[request.session_hash]
+    return ["", *_both([begin_answer(history, text, num_stops) for history in histories], t)]
 
 
 def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions], language: str | None) -> Any:
@@ -269,6 +272,9 @@ def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]
     schemas, functions = tools
 
     async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
+        if not history or history[-1]["num_stops"] != _stops[request.session_hash]:
+            # NOTE: gradio does not cancel a handler that has not begun, and on a busy machine it begins late.
+            return
         _growing[request.session_hash] += 1
         t = _language_of(request, language)
         try:
@@ -288,6 +294,7 @@ def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]
 
 async def _wait_for_end(request: gr.Request) -> None:
     """Wait until the cancelled answers have ended. NOTE: gradio cancels them while the next handler begins."""
+    _stops[request.session_hash] += 1
     while _growing[request.session_hash]:
         await asyncio.sleep(0.02)
 

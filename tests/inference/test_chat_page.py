@@ -82,6 +82,19 @@ def test_a_model_that_only_calls_tools_comes_to_an_end(monkeypatch):
     assert history == [QUESTION, *[called("f", "f"), *[result("f", "rain")] * 2] * 15, called("f", "f")]
 
 
+def test_an_answer_that_is_stopped_before_it_begins_changes_nothing():
+    """Otherwise it would look as if it grew for ever, or come back into an empty page."""
+    session = SimpleNamespace(session_hash="b", headers={})
+
+    async def stop_and_answer() -> list:
+        history = begin_answer([], "hello")
+        await chat_page._wait_for_end(session)
+        handler = chat_page._answering(Endpoint("m", "http://127.0.0.1:9"), (None, {}), None)
+        return [pair for late in (history, []) async for pair in handler(session, late, "", 0, 0.9, 5, True, 32)]
+
+    assert asyncio.run(stop_and_answer()) == []
+
+
 def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
     answer = {"role": "assistant", "content": "2", "reasoning_content": "I count."}
     answer["tool_calls"] = [call("add", '{"\\u5317": 1}'), call("broken", "{")]

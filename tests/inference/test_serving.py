@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.inference.guards import MAX_BYTES
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
-from hf_pretrain.inference.serving import check_ports, model_manager
+from hf_pretrain.inference.serving import check_ports
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
@@ -274,9 +274,8 @@ def prompts(monkeypatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["bos", "no bos", "bos of its own"])
-def test_a_text_begins_as_in_training(talker, tmp_path, prompts, monkeypatch, kind):
+def test_a_text_begins_as_in_training(talker, tmp_path, prompts, kind):
     """A Llama's tokenizer adds bos itself, a Qwen's has none."""
-    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
     shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer("two and", add_special_tokens=False)["input_ids"]
@@ -297,7 +296,8 @@ def test_a_text_begins_as_in_training(talker, tmp_path, prompts, monkeypatch, ki
             options = {"prompt": "two and", "max_tokens": 8, "temperature": 0, "stream": stream}
             answer = client.completions.create(model="x", **options)
             text = "".join(part.choices[0].text for part in (answer if stream else [answer]))
-            assert text == tokenizer.decode(new, skip_special_tokens=True)
+            # Bytes that are no letter are left out of a stream.
+            assert text.replace("\ufffd", "") == tokenizer.decode(new, skip_special_tokens=True).replace("\ufffd", "")
     assert prompts == [expected] * 2
 
 
@@ -354,9 +354,7 @@ def test_other_hosts_and_origins_are_refused(client, host, origin, is_refused):
 # The recipe
 
 
-def test_the_positions_of_the_served_model_are_extended(talker, monkeypatch):
-    # The server's loader stays in transformers; later tests of this process load other models.
-    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+def test_the_positions_of_the_served_model_are_extended(talker):
     config, tokenizer = with_yarn(MiniMindConfig.from_pretrained(talker), "1024:4"), load_tokenizer(talker)
     model = MiniMindForCausalLM.from_pretrained(talker, config=config)
     ids = [tokenizer.bos_token_id, *tokenizer("x y" * 1000, add_special_tokens=False)["input_ids"]]
@@ -364,12 +362,12 @@ def test_the_positions_of_the_served_model_are_extended(talker, monkeypatch):
     with served(str(talker), rope_scaling="1024:4") as client:
         answer = client.completions.create(model="x", prompt="x y" * 1000, max_tokens=4, temperature=0)
     assert answer.usage.prompt_tokens == len(ids) > 1024
-    assert answer.choices[0].text == tokenizer.decode(new, skip_special_tokens=True)
+    expected = tokenizer.decode(new, skip_special_tokens=True).replace("\ufffd", "")
+    assert answer.choices[0].text.replace("\ufffd", "") == expected
 
 
 @pytest.mark.parametrize("kind", ["gguf", "adapter"])
-def test_a_gguf_file_and_an_adapter_are_served(talker, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+def test_a_gguf_file_and_an_adapter_are_served(talker, tmp_path, kind):
     model, tokenizer = MiniMindForCausalLM.from_pretrained(talker), load_tokenizer(talker)
     path = tmp_path / "model.gguf"
     if kind == "gguf":

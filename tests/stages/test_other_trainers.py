@@ -30,8 +30,9 @@ def test_a_checkpoint_learns_to_prefer(talker, tmp_path, method):
     pairs = [
         {
             "prompt": SUM[:1],
-            "chosen": [{"role": "assistant", "content": answer}],
-            "rejected": [{"role": "assistant", "content": answer[::-1]}],
+            # The model's own answers are rejected: this needs no luck, whatever else it has learned.
+            "chosen": [{"role": "assistant", "content": answer[::-1]}],
+            "rejected": [{"role": "assistant", "content": answer}],
         }
         for answer in answers
     ]
