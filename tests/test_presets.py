@@ -99,6 +99,23 @@ def test_a_preset_that_is_named_applies_to_other_weights_and_to_an_evaluation(mo
     assert parse(monkeypatch, "evaluate", "--preset", "minimind2")["run_dir"] == "out/pretrain-minimind2"
 
 
+def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questions_of_its_own_facts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    found = parse(monkeypatch, "sft", "--preset", "smollm2")
+    own = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", "facts.jsonl")
+    held_out = [str(ROOT / "examples/general_held_out.jsonl")]
+    questions = str(ROOT / "examples/identity_questions.jsonl")
+    assert found["dataset_name"] == [str(ROOT / "examples/identity.jsonl")]
+    assert (found["eval_dataset_name"], found["eval_questions"]) == ([questions, *held_out], questions)
+    assert (own["dataset_name"], own["eval_dataset_name"], own["eval_questions"]) == (["facts.jsonl"], held_out, None)
+    # General conversations keep what the model knew, also beside the user's facts.
+    for each in (found, own):
+        assert each["replay_dataset_name"] == str(ROOT / "examples/general.jsonl")
+        assert each["replay_fraction"] == 0.3
+
+
 def test_the_default_preset_suits_the_machine(monkeypatch):
     for has_gpu, preset in ((True, "minimind2-small"), (False, "tiny")):
         monkeypatch.setattr(model_arguments.torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)

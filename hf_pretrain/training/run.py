@@ -16,6 +16,7 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -26,7 +27,7 @@ from ..data.preparation import PreparedData
 from ..data.unigram import unigram_loss
 from ..hub.model_card import RunFacts
 from ..hub.pushing import remove_staging
-from ..reports.metrics import NATS, find_evaluations
+from ..reports.metrics import NATS
 from ..reports.run_files import read_launches
 from ..reports.texts import terminal_language
 from ..runtime.command_line import print_result
@@ -354,8 +355,12 @@ def _last_evaluation(trainer: "RunTrainer") -> dict[str, float]:
     # With --load_best_model_at_end, the model now has the weights of the best step instead of the last one.
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
-    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
-    # Each of several validation sets has an entry.
+    return _figures_at(state, state.global_step)
+
+
+def _figures_at(state: TrainerState, step: int) -> dict[str, float]:
+    """Return the figures of the evaluation at a step. Each of several validation sets has an entry in the log."""
+    entries = [entry for entry in state.log_history if entry["step"] == step]
     return {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
 
 
@@ -366,8 +371,7 @@ def _report(trainer: "RunTrainer", metrics: dict[str, float], samples: list[tupl
     if run.pushes:
         trainer.push_to_hub()
     if args.process_index == 0:
-        evaluations = find_evaluations(trainer.state.log_history)
-        start = evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None
+        start = _figures_at(trainer.state, 0)
         pushed, language = trainer.pusher.report, terminal_language()
         report = format_report(args, run.facts, metrics, samples, start=start, push_report=pushed, language=language)
         print(report)
