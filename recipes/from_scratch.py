@@ -21,18 +21,18 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import find_program
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import check_output
-from hf_pretrain.stages.from_scratch import CANDIDATES, Budget
+from hf_pretrain.stages.from_scratch import CANDIDATES, Budget, read_flags
 
 
 def main(args: argparse.Namespace) -> None:
     check_output(args.output_dir, "--output_dir")
+    # Fine-tuning starts much later, so read its flags now, too.
+    flags, chat_flags = read_flags("pretrain", args.pretrain_args), read_flags("sft", args.sft_args)
     budget = Budget(Path(args.output_dir), 60 * args.minutes if args.hours is None else 3600 * args.hours)
-    flags = shlex.split(args.pretrain_args)
     if budget.plan["pace"] is None:
         budget.choose_preset((args.preset,) if args.preset else CANDIDATES, flags)
     base = budget.train("pretrain", *flags)
-    flags = ["--model_name_or_path", str(base), *shlex.split(args.sft_args)]
-    chat = budget.train("sft", *flags)
+    chat = budget.train("sft", "--model_name_or_path", str(base), *chat_flags)
 
     runs, _ = read_runs([base, chat])
     path, notes = Path(args.output_dir, REPORT_NAME), budget.describe(runs)

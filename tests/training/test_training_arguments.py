@@ -89,6 +89,8 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
         (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
+        (["--lr_scheduler_kwargs", "[1]"], None, r"--lr_scheduler_kwargs \[1\] must be a JSON object, such as"),
+        (["--gradient_checkpointing_kwargs", "a"], None, "--gradient_checkpointing_kwargs a must be a JSON object"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )
