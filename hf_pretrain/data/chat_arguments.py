@@ -1,16 +1,12 @@
 """Command-line arguments that name conversations and choose their trained tokens."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from datasets import Dataset, IterableDataset
-from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError
 from .data_arguments import DataArguments
-from .documents import load_documents, mix
 from .encoding import ConversationEncoder
 
 
@@ -39,10 +35,6 @@ class ChatArguments(DataArguments):
     empty_think_ratio: float | None = HfArg(
         default=None, help="Share of the training conversations with empty <think> blocks, e.g. 0.2."
     )
-    replay_dataset_name: str | None = HfArg(
-        default=None, help="General conversations to mix into the training data, so that the model keeps what it knew."
-    )
-    replay_fraction: float = HfArg(default=0.3, help="Share of --replay_dataset_name in the training conversations.")
     train_on: str = HfArg(
         default="assistant",
         help="The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
@@ -54,22 +46,6 @@ class ChatArguments(DataArguments):
         check_bounds(vars(self))
         if self.empty_think_ratio is not None and self.enable_thinking is not None:
             raise UserError("--empty_think_ratio and --enable_thinking contradict each other. Leave one of them out.")
-
-    def load_sets(
-        self, training_args: TrainingArguments, *, is_evaluation: bool = False, **kwargs: Any
-    ) -> tuple[Dataset | IterableDataset, dict[str, Dataset]]:
-        """Load the sets as the base class does, and mix the conversations of `replay_dataset_name` into the first."""
-        train, validation = super().load_sets(training_args, is_evaluation=is_evaluation, **kwargs)
-        name, share = self.replay_dataset_name, self.replay_fraction
-        if name is None or share == 0 or is_evaluation or self.dataset_kind == "text":
-            return train, validation
-        reading: dict[str, Any] = {"schema": "conversation", "streaming": self.streaming, "validation_fraction": 0.0}
-        replay, _ = load_documents([name], num_proc=self.num_proc, **reading)
-        names = [*self.dataset_name, name] if len(self.dataset_name) == 1 else ["the data", name]
-        mixed, passes = mix(names, [train, replay], [1 - share, share], training_args.seed)
-        described = (train.info.description, replay.info.description, passes)
-        mixed.info.description = "; ".join(filter(None, described))
-        return mixed, validation
 
     @property
     def kind_name(self) -> str:

@@ -122,7 +122,7 @@ def load_documents(
     # a rounded sum below 1.0 could drop a document.
     stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
     parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
-    train, passes = mix(dataset_names, parts, weights, seed)
+    train, passes = _mix(dataset_names, parts, weights, seed)
     # Every dataset derived from a stream inherits this text. A resumed run compares it with the one in its checkpoint.
     described = str(([part.info.description for part in records], weights, validation_fraction, train_fraction))
     if not streaming:
@@ -153,7 +153,7 @@ def _read_heads(
     return heads
 
 
-def mix(
+def _mix(
     names: list[str], parts: list[Dataset | IterableDataset], weights: list[float] | None, seed: int
 ) -> tuple[Dataset | IterableDataset, str]:
     """Concatenate named datasets, or mix them by weight; also return how often a pass reads each part of a mixture."""

@@ -24,7 +24,7 @@ above 0: save_steps tokens_per_parameter
 at least 0 and at most 0.5: label_smoothing
 at least 0 and at most 1: add_system_ratio ce_weight empty_think_ratio label_smoothing_factor ld_alpha min_p
 at least 0 and at most 1: max_rejected_ratio near_duplicates ref_model_mixup_alpha thinking_ratio top_entropy_quantile
-at least 0 and below 1: adam_beta1 adam_beta2 lora_dropout replay_fraction validation_fraction
+at least 0 and below 1: adam_beta1 adam_beta2 lora_dropout validation_fraction
 above 0 and at most 1: top_p train_fraction
 at least 0 and at most 4294967295: data_seed seed
 at least 0 and at most 65535: port web_port

@@ -30,10 +30,10 @@ _COMMON = {
 _REPOSITORIES = {
     **dict.fromkeys(("model_name_or_path", "tokenizer_name_or_path", "teacher_name_or_path", "compare"), "model"),
     **dict.fromkeys(("source", "base", "tokenizer"), "model"),
-    **dict.fromkeys(("dataset_name", "eval_dataset_name", "replay_dataset_name", "names", "held_out"), "dataset"),
+    **dict.fromkeys(("dataset_name", "eval_dataset_name", "names", "held_out"), "dataset"),
 }
 # Keys of a YAML file whose paths may be relative to the file.
-_DATA_KEYS = ("dataset_name", "eval_dataset_name", "replay_dataset_name", "eval_questions")
+_DATA_KEYS = ("dataset_name", "eval_dataset_name", "eval_questions", "mixed_in")
 
 
 class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

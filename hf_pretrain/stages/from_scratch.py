@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
 from ..reports.run_files import Run, read_launches
 from ..runtime.devices import default_device_type, has_bfloat16_units
-from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import written_whole
 from ..training.budgets import whole_model
@@ -89,16 +87,11 @@ def count_bytes(flags: list[str]) -> int:
     return total
 
 
-def read_flags(stage: str, text: str) -> list[str]:
-    """Return the flags of a stage. Raise `UserError` for those that the stage would refuse, and for missing data."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"--{stage}_args {text!r}: {error}. Close the quotation.") from None
-    _, rest = hf_pretrain_cli.make_parser().parse_known_args(words)
+def check_flags(stage: str, flags: list[str]) -> None:
+    """Raise `UserError` for flags that a stage would refuse, and for data that are not there."""
+    _, rest = hf_pretrain_cli.make_parser().parse_known_args(flags)
     recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_args(translate_minimind(rest, stage))
-    count_bytes(words)
-    return words
+    count_bytes(flags)
 
 
 class Budget:

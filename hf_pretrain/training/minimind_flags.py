@@ -143,10 +143,10 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
     if "max_gen_len" in collected:
         if "--tools" in typed:
-            raise UserError(
-                "MiniMind's --max_gen_len counts the tokens of each turn. Pass --max_completion_length instead, which "
-                "counts those of all turns and of the results of tools: MiniMind has up to 3 turns."
+            how = (
+                "Pass --max_completion_length, which counts all turns, of which MiniMind has 3, and the tools' results"
             )
+            raise UserError(f"MiniMind's --max_gen_len counts the tokens of each turn. {how}.")
         more += ["--max_completion_length", collected["max_gen_len"]]
     if "batch_size" in collected and stage == "grpo":
         # TRL counts completions, MiniMind prompts.
@@ -178,14 +178,12 @@ def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
 
 def _answering_model(directory: Path, collected: dict[str, str]) -> str | None:
     """Return the model that MiniMind's flags of inference name; `None` if they name none."""
-    names = {name: collected[name] for name in ("weight", "from_weight") if name in collected}
-    model = _find_weights(directory, [*names.values()][0]) if names else collected.get("load_from")
+    weight = collected.get("weight", collected.get("from_weight"))
+    model = _find_weights(directory, weight) if weight else collected.get("load_from")
     lora = collected.get("lora_weight", collected.get("lora_name", "None"))
-    if lora == "None":
-        return model
-    if (directory / lora).is_dir():
-        # An adapter of this package knows its base model.
-        return str(directory / lora)
+    # An adapter of this package knows its base model.
+    if lora == "None" or (directory / lora).is_dir():
+        return model if lora == "None" else str(directory / lora)
     (*_, file) = directory / f"{lora}.pth", *sorted(directory.rglob(f"{lora}_*.pth"))
     merge = ["--from", str(file), "--base", model or "MODEL", "--to", str(directory / f"{lora}-merged")]
     raise UserError(f"MiniMind's LoRA {lora} has to be merged first: hf-pretrain convert {shlex.join(merge)}")

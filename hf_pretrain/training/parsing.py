@@ -54,7 +54,12 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         config = _find_config(typed, preset, stage)
         given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
         if config:
-            content = read_defaults(Path(config), has_own_data="dataset_name" in given)
+            own = typed.dataset_name if "dataset_name" in given else []
+            content = read_defaults(Path(config), has_own_data=bool(own))
+            mixed_in = content.pop("mixed_in", None)
+            if mixed_in and len(own) == 1 and "dataset_weights" not in given and typed.dataset_kind != "text":
+                name, share = mixed_in
+                argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
             defaults = [*_yaml_to_argv(config, content, typed), "--config", config]
         if _MICRO_BATCH_FLAGS & given:
             defaults.append("--fit_micro_batch=false")
@@ -83,9 +88,10 @@ def _base_of(path: Path) -> Path:
 
 def read_defaults(path: Path, *, has_own_data: bool = False) -> dict[str, Any]:
     """
-    Return the values of a YAML file. Those below its key `example` are left out for other data than its own. A preset
-    needs no file for a stage: without `recipes/<preset>/<stage>.yaml`, they are those of `recipes/base/<stage>.yaml`,
-    with the models and directories of this preset.
+    Return the values of a YAML file. Those below its key `example` are left out for other data than its own, and its
+    key `mixed_in` names a dataset to mix into them, and its share. A preset needs no file for a stage: without
+    `recipes/<preset>/<stage>.yaml`, the values are those of `recipes/base/<stage>.yaml`, with the models and
+    directories of this preset.
     """
     preset, stage, base = path.parent.name, path.stem, _base_of(path)
     if path.is_file() or preset not in PRESETS or not base.is_file():

@@ -60,7 +60,7 @@ _EVALUATION = ("eval_*", "metric_for_best_model", "greater_is_better")
 # out what the checkpoint holds. They are named if a content differs.
 _CONTENT_FLAGS = {
     *("dataset_name", "dataset_weights", "validation_fraction", "train_fraction", "streaming", "text_column"),
-    *("encoding", "whole_files", "columns", "replay_dataset_name", "replay_fraction"),
+    *("encoding", "whole_files", "columns"),
     *("packing", "dataset_kind", "chat_template", "enable_thinking", "train_on"),
     *("tokenizer_name_or_path", "vocab_size", "add_tokens", "model_preset", "model_name_or_path", "config_overrides"),
     *("teacher_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),

@@ -16,7 +16,6 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
-    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -367,12 +366,8 @@ def _last_evaluation(trainer: "RunTrainer") -> dict[str, float]:
     # With --load_best_model_at_end, the model now has the weights of the best step instead of the last one.
     if trainer.args.load_best_model_at_end and state.best_global_step != state.global_step:
         return {}
-    return _figures_at(state, state.global_step)
-
-
-def _figures_at(state: TrainerState, step: int) -> dict[str, float]:
-    """Return the figures of the evaluation at a step. Each of several validation sets has an entry in the log."""
-    entries = [entry for entry in state.log_history if entry["step"] == step]
+    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+    # Each of several validation sets has an entry.
     return {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
 
 
@@ -383,7 +378,8 @@ def _report(trainer: "RunTrainer", metrics: dict[str, float], samples: list[tupl
     if run.pushes:
         trainer.push_to_hub()
     if args.process_index == 0:
-        start = _figures_at(trainer.state, 0)
+        first = [entry for entry in trainer.state.log_history if entry["step"] == 0]
+        start = {name: value for entry in first for name, value in entry.items()}
         pushed, language = trainer.pusher.report, terminal_language()
         report = format_report(args, run.facts, metrics, samples, start=start, push_report=pushed, language=language)
         print(report)

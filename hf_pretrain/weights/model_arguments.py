@@ -261,6 +261,6 @@ def _resize(model: MiniMindForCausalLM, *, needed: int, own: PreTrainedTokenizer
     if known < min(needed, size):
         # Nobody has trained the rows above the model's own tokenizer, which all Qwen3 models have.
         model.resize_token_embeddings(known)
-    if known < needed:
+    if model.config.vocab_size < needed:
         # The new rows begin at the mean of the old ones.
         model.resize_token_embeddings(max(needed, size))

@@ -1,6 +1,3 @@
-import re
-from collections import Counter
-
 import pytest
 
 from hf_pretrain.data import preparation
@@ -48,36 +45,6 @@ def test_only_training_data_must_leave_rows(tmp_path, kind):
     assert len(data.train) == 1 and data.eval is None and data.conversations is None
     with pytest.raises(ValueError, match=f"None of 1 {kind} has an answer to train on within --max_length"):
         load("long", "short")
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_general_conversations_are_mixed_in(tmp_path, streaming):
-    sizes = {"facts": 60, "more": 10, "general": 20}
-    names = {
-        name: write_jsonl(
-            tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}?", "completion": "."} for n in range(size)]
-        )
-        for name, size in sizes.items()
-    }
-    args = LMTrainingArguments(str(tmp_path / "out"), use_cpu=True, bf16=False, max_steps=1)
-
-    def count(train: list[str], **flags) -> tuple[Counter, str]:
-        flags = {"replay_dataset_name": names["general"], "streaming": streaming} | flags
-        data = ChatArguments(dataset_name=[names[name] for name in train], validation_fraction=0.0, **flags)
-        documents, _ = data.load_sets(args)
-        return Counter(re.findall("(facts|more|general) ", " ".join(documents["text"]))), documents.info.description
-
-    for train in (["facts"], ["facts", "more"]):
-        counts, _ = count(train, replay_fraction=0.5)
-        # Several names stay concatenated beside them.
-        assert [counts[name] for name in train] >= [sizes[name] for name in train]
-        assert 0.4 < counts["general"] / counts.total() < 0.6
-        assert counts["more"] <= counts["facts"]
-    described = count(["facts"])[1]
-    assert streaming or re.fullmatch(r"a pass reads facts.jsonl \d\.\d times, general.jsonl \d\.\d times", described)
-    assert count(["facts"], replay_fraction=0.0)[0] == {"facts": 60}
-    with pytest.raises(ValueError, match="--replay_fraction 1.0 must be"):
-        count(["facts"], replay_fraction=1.0)
 
 
 def test_the_report_has_the_worst_faults_of_conversations(tmp_path):
