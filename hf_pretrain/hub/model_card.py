@@ -90,12 +90,11 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
                 if found := metadata_load(path):
                     return {"license": license or found.get("license"), "base_model": found.get("base_model")}
         launches = [launch for place in places for launch in read_launches(place) if "arguments" in launch]
-        launch = launches[-1] if launches else {"arguments": {}}
+        launch = ([{"arguments": {}}] + launches)[-1]
         base = launch["arguments"].get("model_name_or_path")
         name = str(Path(launch.get("directory", ""), base)) if base and is_local(base) else base
     known = {model.hub_id: model.license for model in PACKAGE_MODELS.values()}
-    published = _hub_id(name)
-    return {"license": license or known.get(published), "base_model": published}
+    return {"license": license or known.get(_hub_id(name)), "base_model": _hub_id(name)}
 
 
 def format_run_card(

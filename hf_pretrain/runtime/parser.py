@@ -168,8 +168,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
     parent, example = content.pop("extends", None), content.get("example", {})
-    if not isinstance(example, dict):
-        raise UserError(f"--config {path}: `example` must hold `key: value` lines, such as `dataset_name: a.jsonl`.")
+    kinds = [type(each) for each in content.get("mixed_in") or ["", 0.5]]
+    if not isinstance(example, dict) or kinds != [str, float]:
+        raise UserError(f"--config {path}: `example` must hold `key: value` lines, and `mixed_in` be [FILE, 0.3].")
     for part in (content, example):
         part.update({key: _find_beside(path.parent, part[key]) for key in _DATA_KEYS if key in part})
     return content if parent is None else read_config(path.parent / parent) | content

@@ -251,9 +251,7 @@ class KnownFigures(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs.get("frac_reward_zero_std") == 1.0:
             fix = "Choose other --rewards or tasks, or raise --temperature or --num_generations"
-            logger.warning_once(
-                f"The completions of each prompt all got the same reward, which teaches nothing. {fix}."
-            )
+            logger.warning_once(f"All completions of each prompt got the same reward, which teaches nothing. {fix}.")
         for entry in (logs, state.log_history[-1]):
             for name in [name for name, value in entry.items() if value is None]:
                 del entry[name]

@@ -56,8 +56,8 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         if config:
             own = typed.dataset_name if "dataset_name" in given else []
             content = read_defaults(Path(config), has_own_data=bool(own))
-            mixed_in = content.pop("mixed_in", None)
-            if mixed_in and len(own) == 1 and "dataset_weights" not in given and typed.dataset_kind != "text":
+            is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
+            if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
                 name, share = mixed_in
                 argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
             defaults = [*_yaml_to_argv(config, content, typed), "--config", config]

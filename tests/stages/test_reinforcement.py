@@ -218,7 +218,7 @@ def test_rewards_that_teach_nothing_are_said(tokenizer, tmp_path, monkeypatch, a
     functions = [lambda completions, **columns: [float(next(rewards)) if teaches else 0.5 for _ in completions]]
     trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer={"reward_funcs": functions})
     trainer.train()
-    assert any("all got the same reward" in text for text in said) is not teaches
+    assert any("got the same reward" in text for text in said) is not teaches
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,11 @@ def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
     own = ["--dataset_name", "mine.jsonl"]
     for words, expected in (([], 0.6), (own, 0.4), ([*own, "--train_fraction", "0.5"], 0.5)):
         assert parse(tmp_path, *words, config=config)[1].train_fraction == expected
-    with pytest.raises(UserError, match="`example` must hold `key: value` lines"):
-        parse(tmp_path, config={"example": "a.jsonl"})
+    for wrong in ({"example": "a.jsonl"}, {"mixed_in": "a.jsonl"}, {"mixed_in": ["a.jsonl", "half"]}):
+        with pytest.raises(UserError, match="`example` must hold `key: value` lines, and `mixed_in` be "):
+            parse(tmp_path, config=wrong)
+    mixed = parse(tmp_path, *own, config={"mixed_in": ["a.jsonl", 0.25]})[1]
+    assert (mixed.dataset_name, mixed.dataset_weights) == (["mine.jsonl", "a.jsonl"], [0.75, 0.25])
 
 
 def test_data_in_a_file_lie_beside_it_or_in_the_working_directory(tmp_path, monkeypatch):
