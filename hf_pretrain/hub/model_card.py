@@ -88,7 +88,10 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
         for path in (place / REPOCARD_NAME for place in places):
             with suppress(OSError, ValueError, YAMLError):
                 if found := metadata_load(path):
-                    return {"license": license or found.get("license"), "base_model": found.get("base_model")}
+                    base = found.get("base_model")
+                    # peft writes paths of this machine into its cards.
+                    base = _hub_id(base) if isinstance(base, str) else base
+                    return {"license": license or found.get("license"), "base_model": base}
         launches = [launch for place in places for launch in read_launches(place) if "arguments" in launch]
         launch = ([{"arguments": {}}] + launches)[-1]
         base = launch["arguments"].get("model_name_or_path")

@@ -71,6 +71,9 @@ def test_the_cards_of_derived_models_name_the_published_model_and_its_licence(bu
     convert("out/taught", "minimind").save("merged/README.md")
     assert (convert("merged").data.base_model, convert("merged/model.gguf").data.license) == smollm2
     assert convert("merged", license="mit").data.license == "mit"
+    # peft's cards name the base model as it was loaded.
+    (tmp_path / "merged/README.md").write_text(f"---\nbase_model: {tmp_path}/private\nlicense: mit\n---\n")
+    assert (convert("merged").data.base_model, convert("merged").data.license) == (None, "mit")
     (tmp_path / "merged/README.md").write_text("---\n[\n---\n")
     assert convert("merged").data.base_model is None
     # A directory is no repository of the Hub.
