@@ -18,6 +18,8 @@ COLLECTED = {
     "--hidden_size": "`--preset minimind3`, and the size in `--config_overrides`",
     "--student_hidden_size": "as `--hidden_size` and its kind",
     "--use_moe": "the preset with experts",
+    "--max_gen_len": "`--max_completion_length`; with `--tools` refused, because MiniMind counts "
+    "the tokens of each turn",
     "--batch_size": "`--per_device_train_batch_size` times `--num_generations`, because TRL counts completions",
 }
 SAME = {
@@ -31,6 +33,11 @@ ANSWERS = {
     **dict.fromkeys(("--save_dir", "--out_dir"), "the directory of `--weight`"),
     "--weight": "`--model_name_or_path`, found as with `--from_weight`",
     "--load_from": "`--model_name_or_path`, without `--weight`",
+    **dict.fromkeys(
+        ("--lora_weight", "--lora_name"),
+        "nothing for `None`; `--model_name_or_path` for an adapter of this package in the directory of `--weight`; "
+        "for MiniMind's file, the command that merges it is printed",
+    ),
 }
 
 

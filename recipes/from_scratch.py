@@ -21,18 +21,19 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import find_program
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import check_output
-from hf_pretrain.stages.from_scratch import CANDIDATES, Budget
+from hf_pretrain.stages.from_scratch import CANDIDATES, Budget, check_flags
 
 
 def main(args: argparse.Namespace) -> None:
     check_output(args.output_dir, "--output_dir")
+    # Fine-tuning starts much later, so check its flags now, too.
+    check_flags("pretrain", args.pretrain_args)
+    check_flags("sft", args.sft_args)
     budget = Budget(Path(args.output_dir), 60 * args.minutes if args.hours is None else 3600 * args.hours)
-    flags = shlex.split(args.pretrain_args)
     if budget.plan["pace"] is None:
-        budget.choose_preset((args.preset,) if args.preset else CANDIDATES, flags)
-    base = budget.train("pretrain", *flags)
-    flags = ["--model_name_or_path", str(base), *shlex.split(args.sft_args)]
-    chat = budget.train("sft", *flags)
+        budget.choose_preset((args.preset,) if args.preset else CANDIDATES, args.pretrain_args)
+    base = budget.train("pretrain", *args.pretrain_args)
+    chat = budget.train("sft", "--model_name_or_path", str(base), *args.sft_args)
 
     runs, _ = read_runs([base, chat])
     path, notes = Path(args.output_dir, REPORT_NAME), budget.describe(runs)
@@ -47,8 +48,8 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--hours", type=float, help="the same in hours")
     parser.add_argument("--output_dir", default="out/from-scratch", help="directory of stages, plan and page")
     parser.add_argument("--preset", choices=PRESETS, help="by default the one that fits the time")
-    parser.add_argument("--pretrain_args", default="", help="more flags for pretraining, in quotes")
-    parser.add_argument("--sft_args", default="", help="more flags for fine-tuning, in quotes")
+    parser.add_argument("--pretrain_args", type=shlex.split, default="", help="more flags for pretraining, in quotes")
+    parser.add_argument("--sft_args", type=shlex.split, default="", help="more flags for fine-tuning, in quotes")
     return parser
 
 

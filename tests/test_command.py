@@ -258,7 +258,10 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     templates = {"reports/page.html.jinja", "tokenizer/templates/minimind.jinja"}
-    assert {f"hf_pretrain/{name}" for name in ("py.typed", "ds_configs/zero2.json", *templates)} <= names
+    # The YAML files name data beside the recipes.
+    data = re.findall(r"\.\./\.\./([\w/.]+\.jsonl)", (ROOT / "recipes/smollm2/sft.yaml").read_text())
+    assert len({*data}) == 4
+    assert {f"hf_pretrain/{name}" for name in ("py.typed", "ds_configs/zero2.json", *templates, *data)} <= names
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
     installed = run(install)
     assert installed.returncode == 0, installed.stderr

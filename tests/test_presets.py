@@ -99,6 +99,25 @@ def test_a_preset_that_is_named_applies_to_other_weights_and_to_an_evaluation(mo
     assert parse(monkeypatch, "evaluate", "--preset", "minimind2")["run_dir"] == "out/pretrain-minimind2"
 
 
+def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questions_of_its_own_facts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    found = parse(monkeypatch, "sft", "--preset", "smollm2")
+    own = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", "facts.jsonl")
+    names = ("identity", "general", "identity_questions", "general_held_out")
+    identity, general, questions, held_out = (str(ROOT / f"examples/{name}.jsonl") for name in names)
+    assert (found["dataset_name"], found["dataset_weights"]) == ([identity, general], [0.7, 0.3])
+    assert (found["eval_dataset_name"], found["eval_questions"]) == ([questions, held_out], questions)
+    # General conversations keep what the model knew, also beside the user's facts.
+    assert (own["dataset_name"], own["dataset_weights"]) == (["facts.jsonl", general], [0.7, 0.3])
+    assert (own["eval_dataset_name"], own["eval_questions"]) == ([held_out], None)
+    # Several files, weights and text mean what they say.
+    for words in (["a.jsonl", "b.jsonl"], ["a.jsonl", "--dataset_weights", "1"], ["a.txt", "--dataset_kind", "text"]):
+        other = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", *words)
+        assert general not in other["dataset_name"] and other["dataset_weights"] in (None, [1.0])
+
+
 def test_the_default_preset_suits_the_machine(monkeypatch):
     for has_gpu, preset in ((True, "minimind2-small"), (False, "tiny")):
         monkeypatch.setattr(model_arguments.torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)

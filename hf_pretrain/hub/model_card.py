@@ -5,19 +5,23 @@ All content of a card comes from the config, the arguments, the trainer's log an
 each figure once, and leaves out figures that the run did not measure.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
+from yaml import YAMLError
 
 from ..model.configuration_minimind import MiniMindConfig
 from ..reports.metrics import METRICS, NATS, find_evaluations
+from ..reports.run_files import read_launches
 from ..runtime.modelscope import PREFIX
 from ..runtime.names import DatasetName, is_local, public_name, split_hub_name
-from ..runtime.package_models import package_model
+from ..runtime.package_models import PACKAGE_MODELS, package_model
 from ..weights.adapters import is_adapted
 from ..weights.layouts import LAYOUTS
 
@@ -71,10 +75,29 @@ def _hub_id(name: str | None) -> str | None:
     return split_hub_name(name)[0] if name and not is_local(name) else None
 
 
-def _license(given: str | None, base_model: str | None) -> str | None:
-    """Return the licence that the user gave, or that of a base model of the package index."""
-    packaged = package_model(base_model)
-    return packaged.license if given is None and packaged is not None else given
+def _origin(name: str | None, license: str | None) -> dict[str, Any]:
+    """
+    Return the metadata of a model that was made from the model `name`: the published model that it derives from, as
+    the cards and records of the directories between tell, and the given licence, or that of the published model.
+    """
+    seen: set[str] = set()
+    while name is not None and _hub_id(name) is None and name not in seen:
+        seen.add(name)
+        # A checkpoint lies in the directory of its run, and a file beside its card.
+        places = [Path(name), Path(name).parent]
+        for path in (place / REPOCARD_NAME for place in places):
+            with suppress(OSError, ValueError, YAMLError):
+                if found := metadata_load(path):
+                    base = found.get("base_model")
+                    # peft writes paths of this machine into its cards.
+                    base = _hub_id(base) if isinstance(base, str) else base
+                    return {"license": license or found.get("license"), "base_model": base}
+        launches = [launch for place in places for launch in read_launches(place) if "arguments" in launch]
+        launch = ([{"arguments": {}}] + launches)[-1]
+        base = launch["arguments"].get("model_name_or_path")
+        name = str(Path(launch.get("directory", ""), base)) if base and is_local(base) else base
+    known = {model.hub_id: model.license for model in PACKAGE_MODELS.values()}
+    return {"license": license or known.get(_hub_id(name)), "base_model": _hub_id(name)}
 
 
 def format_run_card(
@@ -107,7 +130,7 @@ def format_run_card(
         figures.append((f"validation loss of a unigram model ({NATS})", f"{facts.unigram_loss:.4f}"))
     # peft reads the base model from adapter_config.json, so the card names the same one.
     base_model = model.active_peft_config.base_model_name_or_path if is_adapted(model) else facts.base_model
-    metadata = {"language": language, "license": _license(license, base_model), "base_model": _hub_id(base_model)}
+    metadata = {"language": language, **_origin(base_model, license)}
     # `capitalize` would lower the capitals of names.
     method = facts.method[:1].upper() + facts.method[1:]
     start = "" if facts.base_model is None else f", from the weights of `{public_name(facts.base_model)}`,"
@@ -146,7 +169,7 @@ def format_conversion_card(
     """
     return _render(
         model,
-        {"license": _license(license, source), "base_model": _hub_id(source)},
+        _origin(source, license),
         repo_id=repo_id,
         format="stock" if format in LAYOUTS else format,
         origin=f"Converted from `{public_name(source)}`. {report}.",

@@ -155,7 +155,8 @@ def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
         known (`Iterable[str]`): the names without a module path, for messages.
     """
     module_name, colon, object_name = name.partition(":")
-    if not colon:
+    # A leading dot would be relative to a package.
+    if not colon or module_name.startswith(".") or not module_name:
         check_word(flag, name, [*known, "module.path:function"])
     # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
     # Append it, so that a user's file cannot shadow an installed package.

@@ -52,6 +52,8 @@ _COUNTS = frozenset(
     "moe_intermediate_size max_position_embeddings num_experts_per_tok moe_k dim n_layers n_heads n_kv_heads "
     "hidden_dim max_seq_len original_max_position_embeddings".split()
 )
+# The rotary table has a row for each position. The longest published contexts have ten million.
+_MOST_POSITIONS = 2**24
 _POSITIVE = frozenset("rms_norm_eps norm_eps rope_theta factor beta_fast beta_slow".split())
 
 
@@ -77,6 +79,8 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             continue
         elif name in _COUNTS and not (is_number and isinstance(value, int) and value >= 1):
             raise ValueError(f"The config says {name}={value!r}; it must be a whole number of at least 1.")
+        elif name in ("max_position_embeddings", "max_seq_len") and value > _MOST_POSITIONS:
+            raise ValueError(f"The config says {name}={value!r}; it must be at most {_MOST_POSITIONS}.")
         elif name in _POSITIVE and not (is_number and 0 < value < float("inf")):
             raise ValueError(f"The config says {name}={value!r}; it must be a number above 0.")
 

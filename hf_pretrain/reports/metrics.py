@@ -44,12 +44,13 @@ class Metric:
         self, value: float, loss_unit: str, *, before: float | None, unigram_loss: float | None, t: Translation
     ) -> str:
         """Return a value with its unit, the value before the training, and the loss of a unigram model."""
-        text = f"{value:.4f} " + t(self.unit_in(loss_unit))
+        unit = self.unit_in(loss_unit)
+        text = f"{value:.4f}" + (" " + t(unit) if unit else "")
         if before is not None:
             text += " " + t("({value} before)", value=f"{before:.4f}")
         if self.key == "eval_loss" and unigram_loss is not None:
             text += " " + t("(a unigram model: {value})", value=f"{unigram_loss:.4f}")
-        return text.rstrip()
+        return text
 
 
 METRICS = (

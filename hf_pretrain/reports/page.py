@@ -19,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ..runtime.writing import written_whole
-from .metrics import METRICS, named_figures
+from .metrics import METRICS, Metric, named_figures
 from .run_files import Run
 from .texts import LANGUAGES, Translation, translation
 
@@ -108,14 +108,13 @@ def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
 def _headlines(run: Run, t: Translation) -> list[tuple[str, str]]:
     """Return the final figures of a run as pairs of label and text."""
     figures = []
-    for metric in METRICS:
+    named = named_figures(itertools.chain.from_iterable(run.log))
+    for metric in (*METRICS, *(Metric(*each) for each in named.items())):
         if (value := run.last(metric.key)) is not None:
             first = next(entry for entry in run.log if metric.key in entry)
             before = first[metric.key] if first["step"] == 0 and run.log[-1]["step"] > 0 else None
             known = {"before": before, "unigram_loss": run.unigram_loss}
             figures.append((metric.label, metric.describe(value, run.loss_unit, **known, t=t)))
-    named = named_figures(itertools.chain.from_iterable(run.log))
-    figures += [(label, f"{run.last(key):.4f}") for key, label in named.items()]
     if run.log:
         figures.append(("steps", f"{run.log[-1]['step']:,}"))
     if tokens := run.last("num_input_tokens_seen"):

@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import datasets
-from huggingface_hub.constants import HF_HOME
+from huggingface_hub.constants import ENDPOINT, HF_HOME
+from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
 from tqdm import tqdm
 from transformers.utils import is_in_notebook
@@ -181,6 +182,10 @@ def one_line_errors() -> Iterator[None]:
             faulthandler.enable()
     quiet_libraries()
     try:
+        for word in sys.argv:
+            # Python keeps other bytes as halves of surrogate pairs, which no record can hold.
+            if re.search("[\ud800-\udfff]", word):
+                raise UserError(f"The argument {word!a} is not UTF-8. Rename the file, or type it in UTF-8.")
         yield
     except KeyboardInterrupt:
         # The status tells the shell that the user has interrupted the program.
@@ -194,6 +199,9 @@ def one_line_errors() -> Iterator[None]:
         elif (refusal := _refusal_of_a_disk(error)) is None and isinstance(error, OSError | SyntaxError):
             # They name the file, or the server. The readers of damaged files raise `UserError`.
             mistake = f"{str(error) or type(error).__name__}. Check the names and the files of this command."
+        elif isinstance(error, HTTPError):
+            # The server ends connections, or redirects for ever.
+            mistake = f"{ENDPOINT} does not answer as a Hub: {error}. Check the network and HF_ENDPOINT."
         leave_reason(refusal or mistake or f"{type(error).__name__}: {error}")
         if not is_quiet() or (mistake is None and refusal is None):
             raise

@@ -77,6 +77,10 @@ def read_gguf_file(path: Path) -> GGUFFile:
             name, (num_dims,) = cursor.text(), cursor.take("I")
             # The fastest dimension comes first.
             places[name] = (cursor.take(f"{num_dims}Q")[::-1], *cursor.take("IQ"))
+        tokens = fields.get("tokenizer.ggml.tokens")
+        for name, value in fields.items():
+            if tokens is not None and name.endswith("_token_id") and value not in range(len(tokens)):
+                raise UserError(f"{path} is damaged: {name} is {value}, and there are {len(tokens):,} tokens.")
         alignment = fields.get("general.alignment", 32)
         start = -(-cursor.position // alignment) * alignment
         tensors = {

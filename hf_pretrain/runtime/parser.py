@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import os
 import re
 import runpy
 import sys
@@ -31,6 +32,8 @@ _REPOSITORIES = {
     **dict.fromkeys(("source", "base", "tokenizer"), "model"),
     **dict.fromkeys(("dataset_name", "eval_dataset_name", "names", "held_out"), "dataset"),
 }
+# Keys of a YAML file whose paths may be relative to the file.
+_DATA_KEYS = ("dataset_name", "eval_dataset_name", "eval_questions", "mixed_in")
 
 
 class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -148,7 +151,8 @@ class ConfigLoader(yaml.SafeLoader):
 def read_config(path: str | Path) -> dict[str, Any]:
     """
     Return the keys and values of a YAML file. Its key `extends` may name another file, relative to this one, whose
-    values are the defaults.
+    values are the defaults. Names of data, also those below `example`, that are paths relative to this file become
+    paths relative to the working directory.
 
     Raises:
         `UserError`: if a file cannot be read, is not YAML, or holds no mapping.
@@ -163,5 +167,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"--config {path} extends itself, or is nested too deeply. Correct `extends`.") from None
     if not isinstance(content, dict):
         raise UserError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
-    parent = content.pop("extends", None)
+    parent, example = content.pop("extends", None), content.get("example", {})
+    kinds = [type(each) for each in content.get("mixed_in") or ["", 0.5]]
+    if not isinstance(example, dict) or kinds != [str, float]:
+        raise UserError(f"--config {path}: `example` must hold `key: value` lines, and `mixed_in` be [FILE, 0.3].")
+    for part in (content, example):
+        part.update({key: _find_beside(path.parent, part[key]) for key in _DATA_KEYS if key in part})
     return content if parent is None else read_config(path.parent / parent) | content
+
+
+def _find_beside(directory: Path, value: Any) -> Any:
+    """Return the path of a file in a directory, or of several, or the name itself where there is none."""
+    if isinstance(value, list):
+        return [_find_beside(directory, each) for each in value]
+    path = os.path.normpath(directory / str(value))
+    return path if value is not None and os.path.exists(path) else value

@@ -28,8 +28,10 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
 from ..reports.run_files import Run, read_launches
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.parser import recipe_parser
 from ..runtime.writing import written_whole
 from ..training.budgets import whole_model
+from ..training.minimind_flags import translate_minimind
 from ..weights.weight_files import read_json
 
 
@@ -83,6 +85,13 @@ def count_bytes(flags: list[str]) -> int:
             path = EMBEDDED_CORPORA[part].find() if part else Path(source)
             total += sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*.*")))
     return total
+
+
+def check_flags(stage: str, flags: list[str]) -> None:
+    """Raise `UserError` for flags that a stage would refuse, and for data that are not there."""
+    _, rest = hf_pretrain_cli.make_parser().parse_known_args(flags)
+    recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_args(translate_minimind(rest, stage))
+    count_bytes(flags)
 
 
 class Budget:

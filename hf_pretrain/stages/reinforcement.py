@@ -22,6 +22,7 @@ from accelerate.utils import is_peft_model, send_to_device
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import logging
 
 from ..data.data_arguments import ReadingArguments
 from ..data.preparation import PreparedData, end_preview
@@ -45,9 +46,12 @@ from .trl_support import add_router_loss, average_figures, connect, do_nothing, 
 with needing_extra("trl", "Reinforcement learning needs TRL"):
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.chat_template_utils import qwen3_template
+    from trl.import_utils import is_vllm_available
     from trl.models import prepare_deepspeed
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+logger = logging.get_logger(__name__)
 
 # Maximum number of brackets in the tool calls of a completion. Real calls have ten or twenty.
 MAX_BRACKETS = 200
@@ -145,6 +149,8 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             raise UserError("--temperature 0.0 must be above 0: training samples, and divides the logits by it.")
         if self.use_transformers_continuous_batching:
             raise UserError("--use_transformers_continuous_batching needs a paged cache, which MiniMind lacks.")
+        if self.use_vllm and not is_vllm_available():
+            raise UserError("--use_vllm needs vLLM, which is not installed: pip install vllm, or leave the flag out.")
         super().__post_init__()
         if self.thinking_ratio is not None:
             # `RecordTemplate` replaces these variables in the prompts that ask for a thought.
@@ -237,9 +243,15 @@ class KeptGeneration:
 
 
 class KnownFigures(TrainerCallback):
-    """Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others."""
+    """
+    Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others. Warn once if
+    the rewards teach nothing.
+    """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs.get("frac_reward_zero_std") == 1.0:
+            fix = "Choose other --rewards or tasks, or raise --temperature or --num_generations"
+            logger.warning_once(f"All completions of each prompt got the same reward, which teaches nothing. {fix}.")
         for entry in (logs, state.log_history[-1]):
             for name in [name for name, value in entry.items() if value is None]:
                 del entry[name]

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..hub.model_card import RunFacts
 from ..model.presets import PRESETS
-from ..reports.metrics import HEADLINES, named_figures
+from ..reports.metrics import HEADLINES, Metric, named_figures
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..reports.texts import format_rows, translation
 from ..runtime.errors import find_program
@@ -51,11 +51,11 @@ def format_report(
         ("Checkpoint", str(args.output_dir)),
         ("Optimizer", f"{optimizer_name(args)}, {t('learning rate')} {args.learning_rate:g}"),
     ]
-    for metric in HEADLINES:
+    named = [Metric(*each) for each in named_figures(metrics).items()]
+    for metric in (*HEADLINES, *named):
         if metric.key in metrics:
             known = {"before": (start or {}).get(metric.key), "unigram_loss": facts.unigram_loss}
             rows.append((metric.label, metric.describe(metrics[metric.key], facts.loss_unit, **known, t=t)))
-    rows += [(label, f"{metrics[key]:.4f}") for key, label in named_figures(metrics).items()]
     rows += [("Sample", f"{prompt!r} -> {continuation!r}") for prompt, continuation in samples]
     rows += next_commands(args, facts)
     if push_report is not None:

@@ -20,8 +20,9 @@ TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".y
 _NUM_GENERATIONS = "6"
 # MiniMind's names of runs that have other names here.
 _RUNS = {"full_sft": "sft", "full_dist": "distill"}
-# The commands that replace MiniMind's scripts of inference.
+# The commands that replace MiniMind's scripts of inference. `evaluate` also knows the flags of training.
 _INFERENCE = ("chat", "serve")
+_ANSWERING = (*_INFERENCE, "evaluate")
 _PRESET_FLAGS = {"--preset", "--model_preset"}
 _RATES = {"--learning_rate", "--max_grad_norm"}
 _SIZES = {
@@ -41,7 +42,8 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     Raises:
         `UserError`: for a flag of MiniMind, or a value, that means nothing here.
     """
-    rules = TABLE["answers" if stage in _INFERENCE else "all"] | TABLE.get(stage, {})
+    rules = ({} if stage in _INFERENCE else TABLE["all"]) | (TABLE["answers"] if stage in _ANSWERING else {})
+    rules |= TABLE.get(stage, {})
     translated: list[str] = []
     collected: dict[str, str] = {}
     words = deque(argv)
@@ -110,8 +112,8 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     """
     more: list[str] = []
     directory = Path(collected.get("save_dir", collected.get("out_dir", "out")))
-    if stage in _INFERENCE:
-        model = _find_weights(directory, collected["weight"]) if "weight" in collected else collected.get("load_from")
+    if stage in _ANSWERING:
+        model = _answering_model(directory, collected)
         return ["--model_name_or_path", model] if model else []
     name = collected.get("save_weight", collected.get("lora_name", ""))
     if name or {"save_dir", "out_dir"} & collected.keys():
@@ -139,6 +141,11 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
         more += _sizes(collected, has_preset=not typed.keys().isdisjoint(_PRESET_FLAGS))
     if "from_teacher_weight" in collected:
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
+    if "max_gen_len" in collected:
+        if "--tools" in typed:
+            how = "Pass --max_completion_length, which counts all turns (MiniMind has up to 3) and the tools' results"
+            raise UserError(f"MiniMind's --max_gen_len counts the tokens of each turn. {how}.")
+        more += ["--max_completion_length", collected["max_gen_len"]]
     if "batch_size" in collected and stage == "grpo":
         # TRL counts completions, MiniMind prompts.
         collected.setdefault("num_generations", _NUM_GENERATIONS)
@@ -165,6 +172,19 @@ def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
     words = [] if has_preset else ["--preset", f"{preset}-moe" if is_moe else preset]
     overrides = ",".join(f"{name}={value}" for name, value in sizes.items())
     return [*words, *(["--config_overrides", overrides] if overrides else [])]
+
+
+def _answering_model(directory: Path, collected: dict[str, str]) -> str | None:
+    """Return the model that MiniMind's flags of inference name; `None` if they name none."""
+    weight = collected.get("weight", collected.get("from_weight"))
+    model = _find_weights(directory, weight) if weight else collected.get("load_from")
+    lora = collected.get("lora_weight", collected.get("lora_name", "None"))
+    # An adapter of this package knows its base model.
+    if lora == "None" or (directory / lora).is_dir():
+        return model if lora == "None" else str(directory / lora)
+    (*_, file) = directory / f"{lora}.pth", *sorted(directory.rglob(f"{lora}_*.pth"))
+    merge = ["--from", str(file), "--base", model or "MODEL", "--to", str(directory / f"{lora}-merged")]
+    raise UserError(f"MiniMind's LoRA {lora} has to be merged first: hf-pretrain convert {shlex.join(merge)}")
 
 
 def _find_weights(directory: Path, name: str) -> str:

@@ -52,14 +52,17 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     if "config" in typed:
         preset = choose_preset(typed.model_preset, use_cpu=typed.use_cpu)
         config = _find_config(typed, preset, stage)
-        if config:
-            defaults = [*_yaml_to_argv(config, typed), "--config", config]
         given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
+        if config:
+            own = typed.dataset_name if "dataset_name" in given else []
+            content = read_defaults(Path(config), has_own_data=bool(own))
+            is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
+            if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
+                name, share = mixed_in
+                argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
+            defaults = [*_yaml_to_argv(config, content, typed), "--config", config]
         if _MICRO_BATCH_FLAGS & given:
             defaults.append("--fit_micro_batch=false")
-        if "dataset_name" in given and "train_fraction" in typed:
-            # A share in the file is meant for the data of the file.
-            defaults.append("--train_fraction=1.0")
         argv = argv if typed.model_preset != "auto" else [*argv, "--preset", preset]
     namespace = parser.parse_args(defaults + argv)
     # transformers and TRL refuse values here, too.
@@ -83,26 +86,30 @@ def _base_of(path: Path) -> Path:
     return path.parent.parent / "base" / path.name
 
 
-def read_defaults(path: Path) -> dict[str, Any]:
+def read_defaults(path: Path, *, has_own_data: bool = False) -> dict[str, Any]:
     """
-    Return the values of a YAML file. A preset needs no file for a stage: without `recipes/<preset>/<stage>.yaml`, they
-    are those of `recipes/base/<stage>.yaml`, with the models and directories of this preset.
+    Return the values of a YAML file. Those below its key `example` are left out for other data than its own, and its
+    key `mixed_in` names a dataset to mix into them, and its share. A preset needs no file for a stage: without
+    `recipes/<preset>/<stage>.yaml`, the values are those of `recipes/base/<stage>.yaml`, with the models and
+    directories of this preset.
     """
     preset, stage, base = path.parent.name, path.stem, _base_of(path)
     if path.is_file() or preset not in PRESETS or not base.is_file():
-        return read_config(path)
+        content = read_config(path)
+        example = content.pop("example", {})
+        return content if has_own_data else content | example
     start = STAGES[stage].start
     model = {"model_name_or_path": f"out/{start}-{preset}"} if start else {"preset": preset}
     return read_config(base) | model | {"output_dir": f"out/{stage}-{preset}"}
 
 
-def _yaml_to_argv(path: str, typed: Namespace) -> list[str]:
+def _yaml_to_argv(path: str, content: dict[str, Any], typed: Namespace) -> list[str]:
     """
-    Return a YAML file as command-line words, so that the parser checks its values like typed ones. `typed` holds the
-    arguments of the real command line.
+    Return the values of a YAML file as command-line words, so that the parser checks them like typed ones. `typed`
+    holds the arguments of the real command line.
     """
     argv = []
-    content, known_keys = read_defaults(Path(path)), {*vars(typed), "preset"}
+    known_keys = {*vars(typed), "preset"}
     if unknown := [str(key) for key in content if key not in known_keys]:
         raise UserError(f"{path}: unknown key {', '.join(f'`{key}`{hint(key, known_keys)}' for key in unknown)}.")
     for key, value in content.items():

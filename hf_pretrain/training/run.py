@@ -26,7 +26,7 @@ from ..data.preparation import PreparedData
 from ..data.unigram import unigram_loss
 from ..hub.model_card import RunFacts
 from ..hub.pushing import remove_staging
-from ..reports.metrics import NATS, find_evaluations
+from ..reports.metrics import NATS
 from ..reports.run_files import read_launches
 from ..reports.texts import terminal_language
 from ..runtime.command_line import print_result
@@ -222,6 +222,7 @@ def train(
     facts.datasets, facts.data = data.names, data.report
     facts.data_kind, facts.eval_datasets = data.kind, data.eval_names
     settle(run, data, model)
+    _check_best_metric(run, data)
     if data.conversations is not None:
         measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
         run.callbacks.append(AddedFigures(measure))
@@ -249,6 +250,17 @@ def train(
         facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=vocab_size)
     _report(trainer, metrics, samples)
     leave_process_group()
+
+
+def _check_best_metric(run: Run, data: PreparedData) -> None:
+    """Raise `UserError` for a figure that no evaluation would have. TRL's trainers and tasks have others."""
+    best = (run.args.metric_for_best_model or "loss").removeprefix("eval_")
+    known = ["loss", "perplexity", "bits_per_byte", *(["kl"] if run.facts.recipe == "distill" else [])]
+    if data.conversations is not None:
+        known += ["distinct_2", "repeated_4grams", "ended_answers", "answer_tokens"]
+    is_own = best in known or best.startswith(tuple(f"{name}_" for name in data.eval_sets if name))
+    if run.args.has_masked_loss and not is_own and not any(isinstance(each, AddedFigures) for each in run.callbacks):
+        raise UserError(f"--metric_for_best_model {best} is no figure of this run. It has {', '.join(known)}.")
 
 
 def _set_callbacks(trainer: "RunTrainer", *last: TrainerCallback) -> None:
@@ -366,8 +378,8 @@ def _report(trainer: "RunTrainer", metrics: dict[str, float], samples: list[tupl
     if run.pushes:
         trainer.push_to_hub()
     if args.process_index == 0:
-        evaluations = find_evaluations(trainer.state.log_history)
-        start = evaluations[0] if evaluations and evaluations[0]["step"] == 0 else None
+        first = [entry for entry in trainer.state.log_history if entry["step"] == 0]
+        start = {name: value for entry in first for name, value in entry.items()}
         pushed, language = trainer.pusher.report, terminal_language()
         report = format_report(args, run.facts, metrics, samples, start=start, push_report=pushed, language=language)
         print(report)

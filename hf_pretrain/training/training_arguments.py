@@ -170,6 +170,9 @@ class LMTrainingArguments(TrainingArguments):
         self._choose_device()
         check_choices(self)
         check_bounds(vars(self))
+        for name, value in vars(self).items():
+            if name.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{"):
+                raise UserError(f"--{name} {value} must be a JSON object, such as '{{\"name\": 0.1}}'.")
         if self.max_steps == 0:
             raise UserError("--max_steps 0 trains nothing. Leave it out to train for --num_train_epochs.")
         check_budget(self)

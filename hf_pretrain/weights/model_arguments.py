@@ -23,7 +23,7 @@ from ..runtime.names import check_choices, hint
 from ..runtime.package_models import find_gguf
 from ..runtime.parser import ConfigLoader
 from ..tokenizer.control_tokens import set_stop_tokens
-from ..tokenizer.pretrained import add_words, check_tokenizer, load_tokenizer
+from ..tokenizer.pretrained import add_words, check_tokenizer, find_tokenizer, load_tokenizer
 from .adapters import adapter_base, load_adapter
 from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
 
@@ -248,8 +248,19 @@ def load_model(
             # An adapter names its base. Other programs would not rotate the weights of a checkpoint as we do, but they
             # cannot load this one.
             model.name_or_path = model.config._name_or_path = args.model_name_or_path
-    if vocab_size > config.vocab_size:
-        # The new rows begin at the mean of the old ones.
-        model.resize_token_embeddings(vocab_size)
+    if args.add_tokens and args.model_name_or_path:
+        _resize(model, needed=needed, own=find_tokenizer(args.tokenizer_name(None)))
     set_stop_tokens(model, tokenizer)
     return model
+
+
+def _resize(model: MiniMindForCausalLM, *, needed: int, own: PreTrainedTokenizerFast | None) -> None:
+    """Make room for the `needed` ids of a tokenizer that has more tokens than the model's `own`."""
+    size = model.config.vocab_size
+    known = size if own is None else 1 + max(own.get_vocab().values())
+    if known < min(needed, size):
+        # Nobody has trained the rows above the model's own tokenizer, which all Qwen3 models have.
+        model.resize_token_embeddings(known)
+    if model.config.vocab_size < needed:
+        # The new rows begin at the mean of the old ones.
+        model.resize_token_embeddings(max(needed, size))

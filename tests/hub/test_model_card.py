@@ -1,5 +1,7 @@
 """Model cards: their figures and names."""
 
+import json
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -35,3 +37,45 @@ def test_the_card_counts_the_parameters_that_a_token_uses(build_model, experts):
     facts = {"repo_id": "me/toy", "source": "x", "format": "minimind", "license": None, "has_tokenizer": True}
     card = format_conversion_card(model, "done", **facts)
     assert unused and f"| parameters active per token | {whole - unused:,} |" in card
+
+
+def test_the_cards_of_derived_models_name_the_published_model_and_its_licence(build_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def convert(source: str, form: str = "gguf", **others: str) -> ModelCard:
+        how = {"source": source, "format": form, "repo_id": "gguf", "license": None, "has_tokenizer": True} | others
+        return ModelCard(format_conversion_card(build_model(), "done", **how))
+
+    def record(name: str, base: str) -> None:
+        (tmp_path / name).mkdir(parents=True)
+        launch = {"directory": str(tmp_path), "arguments": {"model_name_or_path": base}}
+        (tmp_path / name / "run.json").write_text(json.dumps([launch, {"directory": "elsewhere"}]))
+
+    record("out/taught", "embedded:smollm2")
+    record("out/dpo", "out/taught")
+    record("out/dpo/checkpoint-5/deeper", "out/dpo/checkpoint-5")
+    record("out/owned", "owner/name")
+    record("out/loop", "out/loop")
+    smollm2 = ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    expected = {"out/taught": smollm2, "out/dpo": smollm2, "out/dpo/checkpoint-5/deeper": smollm2}
+    expected |= {"embedded:smollm2": smollm2, smollm2[0]: smollm2, "out/owned": ("owner/name", None)}
+    expected |= {"out/loop": (None, None), "out/nothing": (None, None)}
+    for source, pair in expected.items():
+        card = convert(source).data
+        assert (card.base_model, card.license) == pair, source
+        state = TrainerState(log_history=[], max_steps=1)
+        trained = format_run_card(build_model(), state, RunFacts(base_model=source), repo_id="me/x", training=[])
+        assert (ModelCard(trained).data.base_model, ModelCard(trained).data.license) == pair, source
+    # A conversion has no record, but a card.
+    (tmp_path / "merged").mkdir()
+    convert("out/taught", "minimind").save("merged/README.md")
+    assert (convert("merged").data.base_model, convert("merged/model.gguf").data.license) == smollm2
+    assert convert("merged", license="mit").data.license == "mit"
+    # peft's cards name the base model as it was loaded.
+    (tmp_path / "merged/README.md").write_text(f"---\nbase_model: {tmp_path}/private\nlicense: mit\n---\n")
+    assert (convert("merged").data.base_model, convert("merged").data.license) == (None, "mit")
+    (tmp_path / "merged/README.md").write_text("---\n[\n---\n")
+    assert convert("merged").data.base_model is None
+    # A directory is no repository of the Hub.
+    assert "llama-cli -m gguf/model.gguf\n" in convert("merged").content
+    assert "llama-cli -hf me/gguf\n" in convert("merged", repo_id="me/gguf").content

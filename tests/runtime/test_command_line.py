@@ -8,15 +8,19 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
+from threading import Thread
 
 import pytest
 import torch
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
-from huggingface_hub.constants import HF_HOME
+from huggingface_hub import get_session
+from huggingface_hub.constants import ENDPOINT, HF_HOME
 
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.inference.tools import load_tools
@@ -26,6 +30,7 @@ from hf_pretrain.runtime.errors import UserError, install_command
 from hf_pretrain.tokenizer.control_tokens import template_errors
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.layouts import LAYOUTS
+from tests.hub_server import connect
 from tests.invariants.launching import ROOT, start
 from tests.models import GOLDEN
 from tests.toys import needs_posix, toy_model, write_jsonl
@@ -50,6 +55,8 @@ def run(monkeypatch, tmp_path, capfd):
 
 NO_MODEL = "'nope' is neither a directory here nor a Hub id with a tokenizer"
 RUN = ("--use_cpu", "--output_dir", "run")
+SMALL = ("--dataset_name", "text.jsonl", "--vocab_size", "300", "--bf16", "false", "--report_to", "none")
+SMALL += ("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4", "--max_length", "32")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,15 @@ RUN = ("--use_cpu", "--output_dir", "run")
         ("sft", ["--config", str(ROOT / "recipes/tiny/sft.yaml"), *RUN], "There is no directory out/pretrain-tiny"),
         ("pretrain", ["--report_to", "wandbb", *RUN], "--report_to wandbb is unknown or not installed. Here: "),
         ("pretrain", ["--metric_for_best_model", "perplexty", *RUN], "perplexty is unknown; the nearest one is"),
+        ("pretrain", ["--metric_for_best_model", "foo", *SMALL, *RUN], "foo is no figure of this run. It has loss,"),
+        ("pretrain", ["--metric_for_best_model", "kl", *SMALL, *RUN], "kl is no figure of this run. It has loss,"),
+        ("pretrain", ["--dataset_name", "caf\udce9.jsonl", *RUN], r"'caf\udce9.jsonl' is not UTF-8. Rename the file"),
+        ("grpo", ["--use_vllm", *RUN], "--use_vllm needs vLLM, which is not installed"),
+        ("from_scratch", ["--sft_args", "--learning_rat 1"], "Unknown argument '--learning_rat'; the nearest one is"),
+        ("from_scratch", ["--sft_args", "--max_length 1"], "--max_length 1 must be at least 8"),
+        ("from_scratch", ["--sft_args", "--dataset_name nope.jsonl"], "There is no file or directory nope.jsonl"),
+        ("from_scratch", ["--sft_args", "--nproc many"], "argument --nproc: invalid int value: 'many'"),
+        ("from_scratch", ["--pretrain_args", "--run_name 'a"], "--pretrain_args: invalid split value: "),
         ("evaluate", ["--use_cpu"], "No model in out/"),
         ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
         ("chat", ["--model_name_or_path", "wrong", "--prompt", "hi"], "rms_norm_eps"),
@@ -96,6 +112,7 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     # PyYAML recognises UTF-16.
     (tmp_path / "unknown.yaml").write_text("learning_rat: 1", encoding="utf-16")
     (tmp_path / "factory.yaml").write_text("stage: sft\ncutoff_len: 64\nlora_rank: 8\nlearning_rate: 1.0e-4\n")
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "some words to learn {n}"}}\n' for n in range(300)))
     if "wrong" in words:
         train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(tmp_path / "wrong")
         toy_model(vocab_size=320).save_pretrained(tmp_path / "wrong")
@@ -165,6 +182,27 @@ def test_an_error_without_a_text_has_its_name(capsys):
     assert capsys.readouterr().err.startswith("error: TimeoutError. Check the names")
     with pytest.raises(UserError, match=r"'hi': RecursionError\."), template_errors([{"content": "hi"}]):
         raise RecursionError
+
+
+@pytest.mark.parametrize(("answer", "message"), [("", "disconnected"), ("302 Found", "redirects")])
+def test_a_server_that_is_no_hub_is_one_line(answer, message, monkeypatch, tmp_path, capsys):
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.recv(65536)
+                if answer:
+                    connection.sendall(f"HTTP/1.1 {answer}\r\nLocation: /\r\nContent-Length: 0\r\n\r\n".encode())
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=serve, daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        connect(monkeypatch, address, str(tmp_path))
+        with pytest.raises(SystemExit) as end, one_line_errors():
+            get_session().get(address, follow_redirects=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith(f"error: {ENDPOINT} does not answer as a Hub: ") and message in line
 
 
 def fill_the_disk():

@@ -16,6 +16,7 @@ from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.tools import calculator
 from hf_pretrain.reports.run_files import read_run
+from hf_pretrain.stages import reinforcement
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.training.parsing import parse_args
@@ -207,6 +208,17 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
     different = {name for name, value in vars(base).items() if getattr(ours, name) != value} - own
     assert {name for name in different if not name.startswith("_")} <= {"distributed_state", "accelerator_config"}
     assert not ours.gradient_checkpointing and ours.bf16 == base.bf16
+
+
+@pytest.mark.parametrize(("algorithm", "teaches"), [("grpo", False), ("rloo", False), ("grpo", True)])
+def test_rewards_that_teach_nothing_are_said(tokenizer, tmp_path, monkeypatch, algorithm, teaches):
+    said: list[str] = []
+    monkeypatch.setattr(reinforcement.logger, "warning_once", said.append)
+    rewards = iter(range(1000))
+    functions = [lambda completions, **columns: [float(next(rewards)) if teaches else 0.5 for _ in completions]]
+    trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer={"reward_funcs": functions})
+    trainer.train()
+    assert any("got the same reward" in text for text in said) is not teaches
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ def test_a_wrong_return_names_the_reward(tmp_path, monkeypatch, returned):
     ("names", "words"),
     [
         (["fromat"], "--rewards fromat is unknown; the nearest one is format. All: format, .*module.path:function"),
+        ([":f"], "--rewards :f is unknown"),
+        (["..a:f"], "--rewards ..a:f is unknown"),
         (["no_such_module:reward"], "the module no_such_module cannot be imported"),
         (["hf_pretrain.stages.rewards:nothing"], "hf_pretrain.stages.rewards has no function 'nothing'"),
         # A module without a file.

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.encoding import encode_conversation
@@ -74,6 +74,32 @@ def test_words_are_tokens_in_text_and_their_rows_begin_at_the_mean(toy):
     new.add_tokens += "x"
     with pytest.raises(UserError, match="Name a text file with a token per line"):
         new.load_tokenizer()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_words_in_a_padded_vocabulary_begin_at_the_mean_of_the_trained_rows(toy, tmp_path, is_tied):
+    """As in all Qwen3: the model has more rows than its tokenizer has tokens, and nobody has trained them."""
+    path = tmp_path / "padded"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8, "pad_token_id": 0}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": is_tied}
+    stock = Qwen3ForCausalLM(Qwen3Config(vocab_size=330, **sizes))
+    matrices = [stock.get_input_embeddings().weight, *([] if is_tied else [stock.lm_head.weight])]
+    for matrix in matrices:
+        matrix.data[320:] = 50.0
+    stock.save_pretrained(path)
+    load_tokenizer(toy.model_name_or_path).save_pretrained(path)
+    args = dataclasses.replace(toy, model_name_or_path=str(path))
+    model = load_model(args, args.load_tokenizer())
+    for new, old in zip((model.get_input_embeddings(), model.lm_head), matrices + matrices[:is_tied], strict=True):
+        assert new.weight.shape == (330, 32)
+        torch.testing.assert_close(new.weight[:320], old[:320], rtol=0, atol=0)
+        torch.testing.assert_close(new.weight[320:322], old[:320].mean(0).expand(2, -1), rtol=0, atol=1e-3)
+    # A model that has learnt the words keeps their rows.
+    model.get_input_embeddings().weight.data[320:322] = 7.0
+    model.save_pretrained(tmp_path / "learnt")
+    args.load_tokenizer().save_pretrained(tmp_path / "learnt")
+    args.model_name_or_path = str(tmp_path / "learnt")
+    assert (load_model(args, args.load_tokenizer()).get_input_embeddings().weight[320:322] == 7.0).all()
 
 
 def test_words_keep_their_ids_beside_control_tokens_outside_the_base_vocabulary():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import sys
 from itertools import count
@@ -61,7 +62,7 @@ def run(tmp_path_factory):
     data = {name: write_jsonl(path / f"{name}.jsonl", (f"{name} {i} rivers run" for i in range(40))) for name in names}
     words = ["--dataset_name", data["train"], "--eval_dataset_name", data["news"], data["code"], *WORDS, *SIZES]
     words += ["--max_tokens", "2K", "--eval_steps", "0.5", "--per_device_train_batch_size", "8"]
-    words += ["--output_dir", str(path / "out")]
+    words += ["--eval_on_start", "--output_dir", str(path / "out")]
     result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words])
     assert result.returncode == 0, result.stdout
     return path / "out", result.stdout
@@ -96,12 +97,14 @@ def test_own_validation_data_are_whole_and_have_their_own_figures(run):
     news, code = (
         [entry[f"eval_{name}_loss"] for entry in log if f"eval_{name}_loss" in entry] for name in ("news", "code")
     )
-    assert len(news) == len(code) == 2 and not set(news) & set(code)
+    assert len(news) == len(code) == 3 and not set(news) & set(code)
     # The first set is the one that chooses, and the one of the report.
     assert [entry["eval_loss"] for entry in log if "eval_loss" in entry] == news
-    assert f"Validation loss    {news[-1]:.4f}" in output and f"Loss on code       {code[-1]:.4f}" in output
-    page = (directory / "report.html").read_text()
-    assert "loss on code" in page and f"{code[-1]:.4f}" in page
+    assert f"Validation loss    {news[-1]:.4f} nats per token ({news[0]:.4f} before)" in output
+    change = f"{code[-1]:.4f} ({code[0]:.4f} before)"
+    assert f"Loss on code       {change}" in output
+    page = re.sub("<[^>]*>", "", (directory / "report.html").read_text())
+    assert "loss on code" in page and change in page
     words = ["--model_name_or_path", str(directory), "--eval_dataset_name", str(directory.parent / "code.jsonl")]
     result = start([sys.executable, str(ROOT / "recipes/evaluate.py"), *words, *WORDS])
     assert result.returncode == 0, result.stdout

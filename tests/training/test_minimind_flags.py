@@ -61,6 +61,11 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
         ("distill", "--alpha 0.3 --teacher_hidden_size 768", "--ce_weight 0.3"),
         ("distill", "--from_teacher_weight t", "--teacher_name_or_path out/t"),
         ("grpo", "--batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
+        (
+            "evaluate",
+            "--tasks tool_call --weight grpo --backend local --stream 1 --temperature 0 --max_seq_len 64 --epochs 2",
+            "--tasks tool_call --max_length 64 --num_train_epochs 2 --model_name_or_path out/grpo",
+        ),
         ("grpo", "--num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
         (
             "chat",
@@ -74,6 +79,18 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
 )
 def test_flags_are_translated(stage, line, expected):
     assert translate_minimind(line.split(), stage) == expected.split()
+
+
+def test_an_adapter_is_found_by_its_name_and_a_file_of_minimind_is_named(tmp_path):
+    (tmp_path / "medical").mkdir()
+    line = ["--save_dir", str(tmp_path), "--weight", "full_sft", "--lora_weight", "medical"]
+    assert translate_minimind(line, "chat") == ["--model_name_or_path", str(tmp_path / "medical")]
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/lora_identity_768.pth").touch()
+    with pytest.raises(
+        ValueError, match=f"convert --from {tmp_path}/lora/lora_identity_768.pth --base {tmp_path}/sft"
+    ):
+        translate_minimind([*line[:-1], "lora_identity"], "serve")
 
 
 def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
@@ -102,7 +119,19 @@ def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
         ("pretrain", "--vf_coef 0.5", "--vf_coef means nothing here: there is no PPO"),
         ("grpo", "--max_seq_len 512", "--max_seq_len means nothing here: TRL takes prompts whole"),
         ("grpo", "--rollout_engine sglang", "--rollout_engine sglang means nothing here: TRL's engine is vLLM"),
-        ("chat", "--lora_weight lora_medical", "--lora_weight lora_medical means nothing here: --base of hf-pretrain"),
+        (
+            "grpo",
+            "--tools calculator --max_gen_len 9",
+            "--max_gen_len counts the tokens of each turn. Pass --max_comp",
+        ),
+        ("evaluate", "--backend api", "--backend api means nothing here: the tasks run the model of --model_name"),
+        ("evaluate", "--temperature 0.9", "--temperature 0.9 means nothing here: the tasks take the most probable"),
+        ("evaluate", "--api_key k", "--api_key means nothing here: the tasks run the model"),
+        (
+            "chat",
+            "--weight full_sft --lora_weight lora_x",
+            "lora_x has to be merged first: hf-pretrain convert --from out/lora_x.pth --base out/sft --to out/",
+        ),
     ],
 )
 def test_flags_without_a_meaning_are_refused(stage, line, message):
@@ -110,10 +139,13 @@ def test_flags_without_a_meaning_are_refused(stage, line, message):
         translate_minimind(line.split(), stage)
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo", "chat", "serve"])
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo", "chat", "serve", "evaluate"])
 def test_every_replacement_is_a_flag_of_the_stage(stage):
     known = {flag for action in recipe_parser(ROOT / f"recipes/{stage}.py")._actions for flag in action.option_strings}
-    rules = (TABLE["answers" if stage in ("chat", "serve") else "all"] | TABLE.get(stage, {})).items()
+    parts = {"evaluate": ["all", "answers", "evaluate"]}.get(
+        stage, ["answers" if stage in ("chat", "serve") else "all"]
+    )
+    rules = {flag: rule for part in [*parts, stage] for flag, rule in TABLE.get(part, {}).items()}.items()
     if stage != "grpo":
         assert {flag for flag, _ in rules} & known == set()
     rules = [rule for flag, rule in rules if not (stage == "grpo" and flag in TABLE["refused"])]

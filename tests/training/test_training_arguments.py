@@ -1,6 +1,7 @@
 """The command line: defaults, YAML files and refused values."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.runtime.devices import has_bfloat16_units
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import parsing
 from hf_pretrain.training import training_arguments as training_args
@@ -26,11 +28,32 @@ def parse(tmp_path, *words: str, config: dict | None = None):
     return parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
 
 
-def test_a_share_of_the_data_in_a_file_is_not_for_other_data(tmp_path):
-    config = {"train_fraction": 0.6}
+def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
+    config = {"train_fraction": 0.4, "example": {"train_fraction": 0.6}}
     own = ["--dataset_name", "mine.jsonl"]
-    for words, expected in (([], 0.6), (own, 1.0), ([*own, "--train_fraction", "0.5"], 0.5)):
+    for words, expected in (([], 0.6), (own, 0.4), ([*own, "--train_fraction", "0.5"], 0.5)):
         assert parse(tmp_path, *words, config=config)[1].train_fraction == expected
+    for wrong in ({"example": "a.jsonl"}, {"mixed_in": "a.jsonl"}, {"mixed_in": ["a.jsonl", "half"]}):
+        with pytest.raises(UserError, match="`example` must hold `key: value` lines, and `mixed_in` be "):
+            parse(tmp_path, config=wrong)
+    mixed = parse(tmp_path, *own, config={"mixed_in": ["a.jsonl", 0.25]})[1]
+    assert (mixed.dataset_name, mixed.dataset_weights) == (["mine.jsonl", "a.jsonl"], [0.75, 0.25])
+
+
+def test_data_in_a_file_lie_beside_it_or_in_the_working_directory(tmp_path, monkeypatch):
+    for directory in ("presets", "work", "data"):
+        (tmp_path / directory).mkdir()
+    (tmp_path / "data/a.jsonl").touch()
+    (tmp_path / "presets/base.yaml").write_text("eval_dataset_name: ../data/a.jsonl")
+    names = ["../data/a.jsonl", "b.jsonl", "embedded", "owner/name", str(tmp_path / "c.jsonl")]
+    content = {"extends": "base.yaml", "example": {"dataset_name": names}, "output_dir": "../data"}
+    (tmp_path / "presets/mine.yaml").write_text(yaml.safe_dump(content))
+    for directory, config in ((tmp_path / "work", "../presets/mine.yaml"), (tmp_path, "presets/mine.yaml")):
+        monkeypatch.chdir(directory)
+        _, data, training = parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=["--config", config])
+        found = Path(data.dataset_name[0])
+        assert found.samefile(tmp_path / "data/a.jsonl") and data.eval_dataset_name == [str(found)]
+        assert data.dataset_name[1:] == names[1:] and training.output_dir == "../data"
 
 
 def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
@@ -69,6 +92,8 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
         (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
+        (["--lr_scheduler_kwargs", "[1]"], None, r"--lr_scheduler_kwargs \[1\] must be a JSON object, such as"),
+        (["--gradient_checkpointing_kwargs", "a"], None, "--gradient_checkpointing_kwargs a must be a JSON object"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )

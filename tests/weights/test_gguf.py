@@ -420,6 +420,7 @@ BROKEN = {
     "scaled rotary positions": ({"llama.rope.scaling.type": "yarn"}, {}),
     "a partly rotated head": ({"llama.rope.dimension_count": 8}, {}),
     "does not tell num_hidden_layers": ({"llama.block_count": None}, {}),
+    "max_position_embeddings=4294967295; it must be at most 16777216": ({"llama.context_length": 2**32 - 1}, {}),
     "holds .* tensors for 4000000000 layers": ({"llama.block_count": 4_000_000_000}, {}),
     "config says vocab_size=7, the weights say 300": ({"llama.vocab_size": 7}, {}),
     "config says intermediate_size=7, the weights say": ({"llama.feed_forward_length": 7}, {}),
@@ -439,6 +440,21 @@ def test_what_does_not_fit_is_named(message, tmp_path):
     rewrite(tmp_path / "out" / FILE_NAME, tmp_path / "broken.gguf", *BROKEN[message])
     with pytest.raises(UserError, match=rf"(?s)broken\.gguf.*{message}|{message}"):
         load_upstream(tmp_path / "broken.gguf")
+
+
+@pytest.mark.parametrize(("name", "index"), [("eos", 2), ("padding", 2**32 - 1)])
+def test_a_special_id_outside_the_vocabulary_is_named(name, index, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_token_list(["a", "b"])
+    writer.add_key_value(f"tokenizer.ggml.{name}_token_id", index, gguf.GGUFValueType.UINT32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    for read in (load_tokenizer, load_upstream):
+        with pytest.raises(
+            UserError, match=rf"a\.gguf is damaged: .*{name}_token_id is {index}, and there are 2 tokens"
+        ):
+            read(tmp_path / "a.gguf")
 
 
 def test_an_architecture_of_others_is_named(tmp_path):
