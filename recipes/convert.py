@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
             raise UserError("--format lora does not push. Push the file with `hf upload`.")
         print(f"{args.to}: {write_upstream_lora(args.source, args.to, name=args.stage, dtype=args.dtype)}")
         return
-    model = load_merged(args.source, base=args.base, config=config)
+    model, merge = load_merged(args.source, base=args.base, config=config, dtype=args.dtype)
     # If there is no tokenizer beside the weights, the export warns.
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.base or args.source)
     repo_id = args.hub_model_id or Path(args.to).name
@@ -61,6 +61,8 @@ def main(args: argparse.Namespace) -> None:
     facts = {"repo_id": repo_id, "source": args.source, "format": args.format, "license": args.hub_license}
     card = format_conversion_card(model, str(report), has_tokenizer=tokenizer is not None, **facts)
     Path(args.to, REPOCARD_NAME).write_text(card, encoding="utf-8")
+    if merge is not None:
+        print(f"Merged; largest logit difference from peft's unmerged model {merge.max_difference:.2e}")
     print(f"{args.to}: {report}")
     if args.push:
         also = ("*.gguf", "Modelfile", "*.pth")

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from ..runtime.errors import UserError
-from ..weights.adapters import base_model_of, is_adapted
+from ..weights.adapters import base_model_of, is_adapted, read_adapter
 from . import zero_state
 
 
@@ -29,9 +29,9 @@ def load_weights(directory: str | Path, model: Any, *, engine: Any = None) -> No
     Raises:
         `UserError`: if tensors are missing or unexpected. A tied head is not in the files.
     """
-    weights: dict[str, torch.Tensor] = {}
     # Every rank reads the whole checkpoint, and keeps its shards.
-    for path in sorted(Path(directory).glob("*.safetensors")):
+    weights = read_adapter(directory, base_model_of(model)) if is_adapted(model) else {}
+    for path in () if weights else sorted(Path(directory).glob("*.safetensors")):
         weights |= load_file(path)
     # NOTE: `set_model_state_dict` reports no missing tensors: it keeps the model's own values in their place.
     names = _names_in_files(model)
@@ -59,4 +59,5 @@ def _names_in_files(model: Any) -> dict[str, str]:
 
     # peft renames the keys of any state: here, one of their numbers.
     numbers = {name: torch.tensor(number) for number, name in enumerate(names)}
-    return {name: names[number] for name, number in get_peft_model_state_dict(model, state_dict=numbers).items()}
+    numbers = get_peft_model_state_dict(model, state_dict=numbers, save_embedding_layers=False)
+    return {name: names[number] for name, number in numbers.items()}

@@ -15,7 +15,7 @@ from ..runtime.errors import UserError
 from ..runtime.package_models import package_model
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
-from ..weights.adapters import adapter_base, is_adapted
+from ..weights.adapters import adapter_base, is_adapted, merge_adapter
 from ..weights.foreign_configs import DEFAULT_SAMPLING, own_sampling
 from ..weights.model_arguments import ModelArguments, load_model
 from .llama_cpp import LlamaCppModel
@@ -107,8 +107,8 @@ def with_engine(model: Any, engine: str | None, *, num_sequences: int = 1) -> An
     """
     if engine == "transformers" or engine is None and model.device.type != "cpu":
         return model
-    model = model.merge_and_unload() if is_adapted(model) else model
     try:
+        model = merge_adapter(model) if is_adapted(model) else model
         answering = LlamaCppModel(model, num_sequences=num_sequences)
     except (UserError, OSError) as error:
         if engine is not None:
@@ -135,7 +135,7 @@ def load_for_server(name: str, rope_scaling: str | None) -> tuple[TemporaryDirec
     tokenizer = load_tokenizer(name)
     arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
     adapted: Any = load_model(arguments, tokenizer).eval()
-    model = adapted.merge_and_unload() if is_adapted(adapted) else adapted
+    model = merge_adapter(adapted) if is_adapted(adapted) else adapted
     model.config.architectures = [type(model).__name__]
     # The server is to hold it alone.
     held = [model]

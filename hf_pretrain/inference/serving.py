@@ -22,12 +22,12 @@ from typing import Any
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from ..model.configuration_minimind import MiniMindConfig
-from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.command_line import is_quiet
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.package_models import find_gguf
 from ..tokenizer.control_tokens import encode_documents, encode_prompt, set_stop_tokens
 from ..weights.adapters import adapter_base
+from ..weights.importing import load_native_checkpoint
 from ..weights.model_arguments import with_yarn
 from .guards import MISTAKES, HostGuard, RequestGuard, refuse
 from .inference_arguments import load_for_server, with_engine
@@ -82,7 +82,7 @@ def serve_model(
         std_logging.disable(std_logging.INFO)
     # NOTE: the server looks up the class that config.json names in its own reference to the module `transformers`.
     # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
-    load: Callable[..., Any] = MiniMindForCausalLM.from_pretrained
+    load: Callable[..., Any] = load_native_checkpoint
     files = None
     if adapter_base(name) is not None or find_gguf(name) is not None:
         files, load = load_for_server(name, rope_scaling)

@@ -36,6 +36,9 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     # Every rank computes the same table, so DDP need not broadcast it. NCCL has refused complex tensors
     # (https://github.com/pytorch/pytorch/issues/71613).
     _ddp_params_and_buffers_to_ignore = {"rotary_emb.pos_cis", "model.rotary_emb.pos_cis"}
+    # Whether the weights come from a file of another program whose query and key rows are half-split. The files of its
+    # adapters then have that order, too.
+    half_split_adapters = False
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -146,8 +146,6 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
         # accelerate has chosen a number itself.
         warnings.filterwarnings("ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset")
-        # peft looks for the base model's config at each save. No recipe changes the vocabulary beneath an adapter.
-        warnings.filterwarnings("ignore", message="Could not find a config file in|Unable to fetch remote file")
     # NOTE: MLflow reads it when it is imported. It logs each step of making a database.
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     # NOTE: DeepSpeed logs it on every import. A filter, and no other level: its warnings must still appear.

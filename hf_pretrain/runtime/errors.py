@@ -1,6 +1,7 @@
 """The errors of this package for mistakes of the user. All other exceptions are bugs, or come from libraries."""
 
 import os
+import pickle
 import shlex
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ def as_user_errors() -> Iterator[None]:
         raise
     except (ValueError, StrictDataclassError) as error:
         raise UserError(str(error)) from error
+    except pickle.UnpicklingError as error:
+        # torch's message advises to run the code.
+        raise UserError("The weights are a pickle of more than tensors, or damaged. No code in it ran.") from error
 
 
 def find_program(name: str) -> str:

@@ -32,7 +32,7 @@ from ..tokenizer.pretrained import load_tokenizer
 from ..training.deepspeed_support import whole_weights
 from ..training.measurements import num_active_parameters
 from ..training.training_arguments import LMTrainingArguments
-from ..weights.importing import is_native_checkpoint, load_upstream
+from ..weights.importing import is_native_checkpoint, load_native_checkpoint, load_upstream
 
 
 logger = logging.get_logger(__name__)
@@ -79,7 +79,8 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
     """
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
     with whole_weights(), as_user_errors():
-        teacher = None if is_native_checkpoint(name_or_path) else _convert(name_or_path)
+        load = load_native_checkpoint if is_native_checkpoint(name_or_path) else _convert
+        teacher: PreTrainedModel | None = load(name_or_path, dtype=torch.float32)
         if teacher is None:
             # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
             teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
@@ -94,10 +95,10 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
     return teacher.eval().requires_grad_(False)
 
 
-def _convert(name_or_path: str) -> MiniMindForCausalLM | None:
+def _convert(name_or_path: str, *, dtype: torch.dtype) -> MiniMindForCausalLM | None:
     """Return another program's model of MiniMind's shape, such as Llama's; `None` for other architectures."""
     try:
-        return load_upstream(name_or_path, dtype=torch.float32)
+        return load_upstream(name_or_path, dtype=dtype)
     except UserError as error:
         if find_gguf(name_or_path) is not None:
             raise

@@ -13,7 +13,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceCl
 from ..runtime.errors import UserError, needing_extra
 from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
-from ..weights.adapters import is_adapted
+from ..weights.adapters import is_adapted, merge_adapter
 from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
 
 
@@ -53,7 +53,7 @@ class MiniMindRewardTrainer(RunTrainer, RewardTrainer):
 
 def make_reward_model(model: MiniMindForCausalLM) -> MiniMindForSequenceClassification:
     """Return a model with the decoder of a language model and a new head that gives one score per text."""
-    model = model.merge_and_unload() if is_adapted(model) else model
+    model = merge_adapter(model) if is_adapted(model) else model
     config = copy.deepcopy(model.config)
     config.num_labels = 1
     reward_model = MiniMindForSequenceClassification(config)

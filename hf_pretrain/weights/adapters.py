@@ -6,7 +6,8 @@ and QLoRA (https://huggingface.co/papers/2305.14314) on attention, MLP and stack
 
 An adapter directory holds `adapter_model.safetensors` in float32, `adapter_config.json`, which names the base model,
 and the `generation_config.json` of the trained model. The directory is a `--model_name_or_path` for further training,
-and peft's `AutoPeftModelForCausalLM` loads it.
+and peft's `AutoPeftModelForCausalLM` loads it: on a base of another program, such as a published Qwen3, the files have
+the rows of that base, not of this package (`weights/adapted_model.py`).
 `recipes/convert.py --from ADAPTER` merges the adapter into its base model.
 """
 
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -29,13 +31,19 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..runtime.names import is_path, may_be_checkpoint
-from .weight_files import read_json
+from ..runtime.writing import MANIFEST_NAME
+from .layouts import is_rotated, to_half_split, to_interleaved
+from .weight_files import read_json, read_tensors
 
 
 logger = logging.get_logger(__name__)
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+# In the order of precedence.
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.safetensors.index.json", "adapter_model.bin")
+# Marks files with the rows of the base model's own files, in the metadata of safetensors, which others ignore.
+MARK = "hf_pretrain_half_split"
 
 
 @dataclass
@@ -77,6 +85,13 @@ def base_model_of(model: Any) -> PreTrainedModel:
     return model.get_base_model() if is_adapted(model) else model
 
 
+def name_base(model: MiniMindForCausalLM, name: str, *, half_split: bool) -> None:
+    """Set the name by which an adapter of a model finds it, and the order of rows in the adapter's files."""
+    # `from_pretrained(None, ...)` has set the name "None".
+    model.name_or_path = model.config._name_or_path = name
+    model.half_split_adapters = half_split
+
+
 def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     """
     Add an adapter to a model and freeze the other weights.
@@ -103,7 +118,9 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
         return model
     # peft is optional, and its import is slow.
     with needing_extra("peft", "--use_peft needs peft"):
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
+
+        from .adapted_model import AdaptedModel
 
     if not model.name_or_path:
         fix = "Convert weights of another program first, with `hf-pretrain convert`"
@@ -119,6 +136,7 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     with as_user_errors(), torch.random.fork_rng():
         torch.manual_seed(torch.initial_seed())
         config = LoraConfig(
+            base_model_name_or_path=model.name_or_path,
             task_type="CAUSAL_LM",
             r=args.lora_r,
             lora_alpha=args.lora_alpha,
@@ -127,17 +145,7 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
             target_modules=modules,
             target_parameters=parameters,
         )
-        return _finish(get_peft_model(model, config))
-
-
-def _finish(adapted: Any) -> Any:
-    """
-    Set the DDP settings of `MiniMindPreTrainedModel` again: in peft's wrapper, the buffers have other names.
-    """
-    # DDP would broadcast the complex table, which some versions of NCCL refuse.
-    tables = {name for name, _ in adapted.named_buffers() if name.endswith("rotary_emb.pos_cis")}
-    adapted._ddp_params_and_buffers_to_ignore = tables
-    return adapted
+        return AdaptedModel(model, config)
 
 
 def _find_targets(model: MiniMindForCausalLM, args: AdapterArguments) -> tuple[list[str], list[str]]:
@@ -186,8 +194,7 @@ def _quantize(model: MiniMindForCausalLM) -> MiniMindForCausalLM:
             bnb_4bit_compute_dtype=torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16,
         ),
     )
-    # `from_pretrained(None, ...)` loses the name, which the saved adapter needs to find its base model.
-    quantized.name_or_path = quantized.config._name_or_path = model.name_or_path
+    name_base(quantized, model.name_or_path, half_split=model.half_split_adapters)
     # Trainer enables activation checkpointing itself, if asked to.
     return prepare_model_for_kbit_training(quantized, use_gradient_checkpointing=False)
 
@@ -207,7 +214,8 @@ def adapter_base(path: str | Path | None) -> str | None:
     with needing_extra("peft", f"{path} is an adapter, which needs peft"):
         import_module("peft")
     base = read_json(Path(config_file)).get("base_model_name_or_path")
-    if not base:
+    # Earlier versions of this package wrote the text "None".
+    if base in (None, "", "None"):
         raise UserError(f"{path}/adapter_config.json does not name its base: set base_model_name_or_path in it.")
     if is_path(base) and not Path(base).exists():
         fix = "Start the command where it was trained, or correct base_model_name_or_path in its adapter_config.json"
@@ -215,20 +223,63 @@ def adapter_base(path: str | Path | None) -> str | None:
     return base
 
 
-def load_adapter(model: MiniMindForCausalLM, path: str | Path, *, is_trainable: bool = True) -> Any:
+def load_adapter(model: PreTrainedModel, path: str | Path) -> Any:
     """
     Load the adapter at `path`, a directory or Hub id, onto its base model. Return a [`~peft.PeftModelForCausalLM`].
 
     Raises:
-        `UserError`: if its weights cannot be read.
+        `UserError`: if its weights cannot be read, or if it is no LoRA that this model can hold.
     """
-    from peft import PeftModel
+    from .adapted_model import AdaptedModel, read_config
 
-    try:
-        adapted = _finish(PeftModel.from_pretrained(model, str(path), is_trainable=is_trainable))
-    except SafetensorError as error:
-        raise UserError(f"{path} has no readable weights: {error}") from error
+    adapted = AdaptedModel(model, read_config(str(path)))
+    adapted.load_adapter(path)
     # Adapters of other programs have no such file. One that is there and damaged is an error.
     with nullcontext() if Path(path, GENERATION_CONFIG_NAME).is_file() else suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(str(path))
     return adapted
+
+
+def read_adapter(path: str | Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """
+    Return the weights of the adapter at `path`, a directory or Hub id, with the order of rows of its base `model`: a
+    MiniMind, or a model of transformers.
+
+    Raises:
+        `UserError`: if a file is missing or damaged, or holds anything but tensors (no code in it is run).
+    """
+    directory = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["adapter_*"]))
+    file = next((file for name in WEIGHT_FILES if (file := directory / name).is_file()), directory / WEIGHT_FILES[0])
+    weights, is_stock = read_tensors(file), not isinstance(model, MiniMindForCausalLM)
+    is_half_split = is_stock or model.half_split_adapters
+    # Earlier versions of this package, which set no mark, left the rows as they train.
+    if is_half_split and any((directory / name).is_file() for name in (MANIFEST_NAME, "run.json")):
+        with safe_open(file, "pt") as opened:
+            is_half_split = MARK in (opened.metadata() or {})
+    return weights if is_half_split == is_stock else reorder_rows(weights, model, half_split=is_stock)
+
+
+def reorder_rows(weights: dict[str, Any], model: PreTrainedModel, *, half_split: bool) -> dict[str, Any]:
+    """Return the weights of an adapter, with the rows of what writes queries and keys reordered."""
+    reorder, head_dim = to_half_split if half_split else to_interleaved, model.config.head_dim
+    # The matrix A reads the hidden state.
+    rotated = [name for name in filter(is_rotated, weights) if ".lora_A." not in name]
+    return weights | {name: reorder(weights[name], head_dim).contiguous() for name in rotated}
+
+
+def merge_adapter(adapted: Any) -> MiniMindForCausalLM:
+    """
+    Merge an adapter into its base model, in place, and return the model.
+
+    Raises:
+        `UserError`: if peft cannot merge this kind of adapter, or if a merged weight is not finite.
+    """
+    base = adapted.get_base_model()
+    # NOTE: peft would merge the LoRA of the embedding into a head that shares its matrix, too.
+    if base.config.tie_word_embeddings and any("embed_tokens.lora_" in name for name, _ in base.named_parameters()):
+        raise UserError("An adapter of the embedding cannot be merged if the output head shares its matrix.")
+    try:
+        return adapted.merge_and_unload(safe_merge=True)
+    # peft cannot merge a bias of LoRA into a layer without a bias.
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"The adapter cannot be merged: {error}") from error

@@ -9,6 +9,7 @@ missing or additional tensor before any value is used.
     tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """
 
+import pickle
 import re
 from collections.abc import Collection, Mapping
 from functools import reduce
@@ -24,9 +25,10 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import may_be_checkpoint
 from ..runtime.package_models import package_model
+from .adapters import name_base
 from .foreign_configs import merge_fields, read_fields
 from .gguf import read_gguf
-from .layouts import LAYOUTS, describe_layout
+from .layouts import GENERATIONS, LAYOUTS, describe_layout
 from .weight_files import read_json, read_tensors, resolve
 
 
@@ -68,7 +70,7 @@ def load_upstream(
         `UserError`: if a tensor is missing, unexpected, of another shape or not finite; if a size cannot be inferred
             or contradicts the config; if a pickle holds more than tensors (none of its code is run).
     """
-    packaged, path = package_model(path), resolve(path)
+    name, packaged, path = path, package_model(path), resolve(path)
     if is_native_checkpoint(path):
         if config:
             raise UserError(f"{path} was written by hf_pretrain, which saves its config: leave the config out.")
@@ -93,6 +95,8 @@ def load_upstream(
     # The constructor would first draw random weights. `_join` has compared all names and shapes.
     loading = {"config": minimind_config, "state_dict": state_dict, "dtype": dtype or file_dtype}
     model = MiniMindForCausalLM.from_pretrained(None, **loading).eval()
+    # A saved adapter names its base. Of MiniMind's own files there are no models in transformers that peft could load.
+    name_base(model, "" if layout in GENERATIONS else str(name), half_split=LAYOUTS[layout].half_split)
     check_finite(model, path)
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
@@ -137,6 +141,8 @@ def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausa
         model, info = MiniMindForCausalLM.from_pretrained(path, **loading)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} has no readable weights: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path} has weights that are a pickle of more than tensors. No code in it ran.") from error
     complaint = f"{path} does not fit its config"
     _check_names(complaint, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     check_finite(model, path)

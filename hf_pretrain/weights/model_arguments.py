@@ -24,7 +24,7 @@ from ..runtime.package_models import find_gguf
 from ..runtime.parser import ConfigLoader
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import add_words, check_tokenizer, find_tokenizer, load_tokenizer
-from .adapters import adapter_base, load_adapter
+from .adapters import adapter_base, load_adapter, name_base
 from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
 
 
@@ -244,10 +244,7 @@ def load_model(
         source = upstream or model
         model = MiniMindForCausalLM.from_pretrained(None, state_dict=source.state_dict(), **loading)
         model.generation_config = source.generation_config
-        if args.model_name_or_path and find_gguf(args.model_name_or_path) is not None:
-            # An adapter names its base. Other programs would not rotate the weights of a checkpoint as we do, but they
-            # cannot load this one.
-            model.name_or_path = model.config._name_or_path = args.model_name_or_path
+        name_base(model, source.name_or_path, half_split=source.half_split_adapters)
     if args.add_tokens and args.model_name_or_path:
         _resize(model, needed=needed, own=find_tokenizer(args.tokenizer_name(None)))
     set_stop_tokens(model, tokenizer)

@@ -5,6 +5,7 @@ MiniMind adapts every square projection with rank 16, and adds `B(A(x))` without
 `A` `(rank, hidden_size)` and `B` `(hidden_size, rank)` of each projection, in the layout of its weights.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from torch import nn
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, written_whole
-from .adapters import adapter_base, load_adapter
+from .adapters import adapter_base, load_adapter, merge_adapter
 from .comparing import ExportReport, compare
-from .exporting import DTYPES, upstream_file_name
+from .exporting import DTYPES, to_stock_model, upstream_file_name
 from .importing import load_upstream
-from .layouts import LAYOUTS, upstream_layout
+from .layouts import LAYOUTS, stock_layout, upstream_layout
 from .weight_files import read_tensors, resolve
 
 
@@ -27,18 +28,31 @@ RANK = 16
 
 
 def load_merged(
-    source: str, *, base: str | None = None, config: Mapping[str, Any] | str | None = None
-) -> MiniMindForCausalLM:
+    source: str, *, base: str | None = None, config: Mapping[str, Any] | str | None = None, dtype: str | None = None
+) -> tuple[MiniMindForCausalLM, ExportReport | None]:
     """
     Return the model at `source` in eval mode: weights, an adapter merged into its base model, or the model `base` with
-    a LoRA file of MiniMind. `config` is as in [`~weights.importing.load_upstream`].
+    a LoRA file of MiniMind. For an adapter, also return the difference of the merge from the unmerged model.
+
+    Args:
+        config: as in [`~weights.importing.load_upstream`].
+        dtype (`str`, *optional*): the dtype to export. A merge is computed in float32, and rounded to the dtype of the
+            base model only if this is not given.
     """
     if base is not None:
-        return merge_upstream_lora(load_upstream(base, config=config), source).eval()
-    adapted = adapter_base(source)
-    model = load_upstream(adapted or source, config=config)
-    # With `safe_merge`, peft raises if the merged weights are not finite.
-    return load_adapter(model, source).merge_and_unload(safe_merge=True).eval() if adapted else model
+        return merge_upstream_lora(load_upstream(base, config=config), source).eval(), None
+    adapted_base = adapter_base(source)
+    model = load_upstream(adapted_base or source, config=config)
+    if adapted_base is None:
+        return model, None
+    base_dtype, model = model.dtype, model.float()
+    # If possible, the unmerged model is transformers' own, in which no row is reordered.
+    layout = stock_layout(model.config)
+    is_stock = model.half_split_adapters and LAYOUTS[layout].half_split
+    reference = load_adapter(to_stock_model(model, layout) if is_stock else copy.deepcopy(model), source).eval()
+    merged = merge_adapter(load_adapter(model, source)).eval()
+    report = compare(merged, reference, path=f"The merge of {source}", format="merged", dtype="float32", is_exact=True)
+    return merged if dtype else merged.to(base_dtype), report
 
 
 def merge_upstream_lora(base: MiniMindForCausalLM, path: str | Path) -> MiniMindForCausalLM:
@@ -83,7 +97,7 @@ def write_upstream_lora(
     base, dtype = adapter_base(adapter), dtype or "float32"
     if base is None or dtype not in DTYPES:
         raise UserError(f"--format lora writes an adapter of peft in {', '.join(DTYPES)}, not {adapter} in {dtype}.")
-    adapted = load_adapter(load_upstream(base, dtype=torch.float32), adapter, is_trainable=False)
+    adapted = load_adapter(load_upstream(base, dtype=torch.float32), adapter)
     config = adapted.get_base_model().config
     tensors = _to_upstream(adapted, str(adapter))
     with written_whole(directory, lock=LOCK_NAME) as aside:
@@ -91,7 +105,7 @@ def write_upstream_lora(
         torch.save({name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}, file)
         merged = merge_upstream_lora(load_upstream(base), file).eval()
         names = {"path": directory, "format": "MiniMind's LoRA", "dtype": dtype}
-        return compare(adapted.merge_and_unload().eval(), merged, **names, is_exact=dtype == "float32")
+        return compare(merge_adapter(adapted).eval(), merged, **names, is_exact=dtype == "float32")
 
 
 def _to_upstream(adapted: nn.Module, name: str) -> dict[str, torch.Tensor]:

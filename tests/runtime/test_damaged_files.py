@@ -7,15 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser
+from hf_pretrain.inference.serving import serve_model
 from hf_pretrain.reports.run_files import read_launches, read_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import read_config
+from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.from_scratch import Budget
 from hf_pretrain.tokenizer.answers import set_template
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import toy_model
 
@@ -51,6 +56,47 @@ def test_a_damaged_model_is_named_in_one_line(file, content, models, tmp_path, c
         load_for_inference(make_inference_parser("").parse_args(["--model_name_or_path", str(directory)]))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == 2 and len(lines) == 1 and "the-model" in lines[0]
+
+
+class _Code:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+LOADERS = {
+    "recipe": lambda name: load_for_inference(make_inference_parser("").parse_args(["--model_name_or_path", name])),
+    "serve": lambda name: serve_model(name, host="127.0.0.1", port=0, hosts=[]),
+    "teacher": lambda name: load_teacher(name, load_tokenizer(name)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "load"),
+    [
+        *((kind, load) for kind in ("model", "adapter") for load in ("recipe", "serve")),
+        ("model", "teacher"),
+        ("gpt2", "teacher"),
+    ],
+)
+def test_a_pickle_of_code_ends_in_one_line_and_runs_nothing(kind, load, models, tmp_path, capsys):
+    directory = tmp_path / "the-model"
+    shutil.copytree(models / ("adapter" if kind == "adapter" else "model"), directory)
+    (weights,) = directory.glob("*.safetensors")
+    weights.unlink()
+    torch.save(
+        {"a": _Code(tmp_path / "ran")}, directory / f"{'adapter' if kind == 'adapter' else 'pytorch'}_model.bin"
+    )
+    if kind == "gpt2":
+        GPT2Config(vocab_size=320, n_embd=8, n_layer=1, n_head=1).save_pretrained(directory)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        LOADERS[load](str(directory))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1 and ("the-model" in lines[0] or kind == "gpt2")
+    assert not (tmp_path / "ran").exists()
 
 
 READERS = {

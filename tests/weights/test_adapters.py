@@ -100,7 +100,7 @@ def test_a_saved_and_a_merged_adapter_give_the_same_model(named, input_ids, tmp_
         expected = adapted(input_ids).logits
         assert (expected - named(generation)(input_ids).logits).abs().max() > 1e-2
         adapted.save_pretrained(tmp_path / "adapter")
-        merged = load_merged(str(tmp_path / "adapter"))
+        merged, _ = load_merged(str(tmp_path / "adapter"))
         assert type(merged) is MiniMindForCausalLM
         torch.testing.assert_close(merged(input_ids).logits, expected, rtol=0, atol=1e-5)
         # The merged model is also saved as a full checkpoint.
@@ -116,7 +116,7 @@ def test_a_merged_adapter_generates_as_its_run_trained_it(named, tmp_path, sampl
     base = adapted.get_base_model()
     base.generation_config.do_sample = samples
     write_model(str(tmp_path / "adapter"), adapted, None, None, is_writer=True)
-    assert load_merged(str(tmp_path / "adapter")).generation_config.do_sample is samples
+    assert load_merged(str(tmp_path / "adapter"))[0].generation_config.do_sample is samples
     assert not MiniMindForCausalLM.from_pretrained(tmp_path / "base").generation_config.do_sample
     (tmp_path / "adapter/generation_config.json").write_text("{")
     with pytest.raises(OSError, match="generation_config.json"):

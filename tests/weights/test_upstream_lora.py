@@ -57,7 +57,7 @@ def test_a_file_merges_into_what_minimind_computes(base_of, input_ids, tmp_path,
                 name = name.replace(ours, theirs)
             a, b = (tensors[f"{name}.lora.{letter}.weight"] for letter in "AB")
             module.register_forward_hook(lambda module, args, output, a=a, b=b: output + args[0] @ a.T @ b.T)
-    plain, merged = base(input_ids).logits, load_merged(str(tmp_path / "lora_x.pth"), base=str(tmp_path / "base"))
+    plain, merged = base(input_ids).logits, load_merged(str(tmp_path / "lora_x.pth"), base=str(tmp_path / "base"))[0]
     torch.testing.assert_close(merged(input_ids).logits, stock(input_ids).logits, rtol=0, atol=2e-5)
     assert (merged(input_ids).logits - plain).abs().max() > 0.01
 
@@ -93,7 +93,7 @@ def test_an_adapter_is_written_and_merges_to_the_same_model(
     assert all(tensor.shape in ((16, 32), (32, 16)) for tensor in tensors.values())
     convert("--from", str(file), "--base", str(tmp_path / "base"), "--to", str(tmp_path / "merged"))
     logits = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids).logits
-    torch.testing.assert_close(logits, load_merged(source)(input_ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, load_merged(source)[0](input_ids).logits, rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="base was written by hf_pretrain.*leave the config out"):
         load_merged(source, config={"dropout": 0.5})
 
