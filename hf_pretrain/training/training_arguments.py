@@ -280,6 +280,11 @@ class LMTrainingArguments(TrainingArguments):
         else:
             yield
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as records and trackers show them: with the compilation that Trainer does not see."""
+        options = {f"torch_compile_{name}": value for name, value in self.compile_options.items()}
+        return super().to_dict() | {"torch_compile": self.compiles_layers} | options
+
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the model with its first weights. Stages with such a loss override it."""
