@@ -30,7 +30,7 @@ from ..runtime.ranks import on_main_process
 from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
-from .callbacks import RunFigures
+from .callbacks import RunFigures, SaveBest
 from .deepspeed_support import gather_from_deepspeed, refusing_mismatches
 from .end_report import describe_training
 from .float8 import convert_to_float8
@@ -43,7 +43,7 @@ from .settling import showing
 from .spikes import Rewound
 from .step_loss import FiniteCheck
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop, restore_endings
-from .trainer_state import keeps_state_on_disk, load_state, load_weights, save_state
+from .trainer_state import keeps_state_on_disk, load_state, load_weights, restore_best, save_state
 from .training_arguments import LMTrainingArguments
 
 
@@ -113,6 +113,7 @@ class RunTrainer(Trainer):
         self.callback_handler.callbacks.insert(0, self.figures)
         if self.time_budget is not None:
             self.add_callback(self.time_budget)
+        self.add_callback(SaveBest())
         self.add_callback(StopCallback(run.ranks, run.signals, begin=self._begin_training))
 
     # Devices, optimizer and rows
@@ -226,12 +227,11 @@ class RunTrainer(Trainer):
             torch.manual_seed(self.args.seed + rank)
         restore_endings(self)
         if self._checkpoint is not None:
+            restore_best(self, self._checkpoint)
             for part in self.run.kept:
                 part.load(self, self._checkpoint)
             if self.args.allow_inexact_resume or self._keeps_new_groups:
-                # DeepSpeed's wrapper holds the schedule.
-                scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-                restore_settings(self.optimizer, scheduler, self._new_groups)
+                restore_settings(self.optimizer, self.lr_scheduler, self._new_groups)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:

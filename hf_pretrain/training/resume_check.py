@@ -183,6 +183,10 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
     adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
     contents = {"data": data[0], "config": describe_config(model.config), "adapter": adapter}
     contents |= {role: {"digest": digest} for role, digest in run.fixed_weights.items()}
+    if args.load_best_model_at_end:
+        # Figures on other data would choose among the checkpoints.
+        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        contents["validation data"] = {"digest": _digest(str([describe_data(rows) for rows in sets.values()]))}
     name, settings = run.own_optimizer or (optimizer_name(args), None)
     if settings is not None:
         contents["settings of the optimizer"] = _plain(settings)

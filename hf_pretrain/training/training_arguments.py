@@ -207,6 +207,8 @@ class LMTrainingArguments(TrainingArguments):
 
     def _choose_evaluations(self) -> None:
         """Choose when to evaluate and how to compare models, if the user left it out."""
+        if self.load_best_model_at_end and self.eval_strategy == "no":
+            raise UserError("--load_best_model_at_end has no evaluations to choose by: pass --eval_strategy steps.")
         if self.early_stopping_patience is not None:
             # Each evaluation may be the best one, which needs a checkpoint.
             self.load_best_model_at_end = True
