@@ -243,7 +243,8 @@ class RunTrainer(Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             # Trainer only warns.
-            raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
+            none = "no rows, or with --dataloader_drop_last fewer than a step takes"
+            raise UserError(f"Nothing was trained: the training data gave {none}. Check --dataset_name.")
         return batches, num_items
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):

@@ -26,6 +26,7 @@ from ..checkpoints.optimizer_state import is_whole
 from ..checkpoints.zero_state import whole_parameter
 from ..runtime.errors import UserError
 from ..weights.adapters import is_adapted
+from .micro_batch import depends_on_micro_batch
 from .training_arguments import LMTrainingArguments, optimizer_name, values_by_name
 
 
@@ -101,9 +102,6 @@ def describe_settings(args: LMTrainingArguments, others: Iterable[Any] = ()) -> 
     del values["accelerator_config"]["non_blocking"]
     values["deepspeed"] = _compared_of_deepspeed(deepspeed)
     compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
-    # Only in these cases does the order of the rows, or the loss, depend on the batch size.
-    if args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch:
-        compared.add("per_device_train_batch_size")
     return _plain({name: values[name] for name in sorted(compared)})
 
 
@@ -194,13 +192,16 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
         # GRPO renders its prompts during the training.
         words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
         contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
+    settings = describe_settings(args, run.others)
+    if depends_on_micro_batch(args, model.config):
+        settings["per_device_train_batch_size"] = args.per_device_train_batch_size
     return {
         "world_size": args.world_size,
         "global_batch": args.rows_per_step,
         "layout": trainer.layout,
         "optimizer": name,
         "save_only_model": args.save_only_model,
-        "settings": describe_settings(args, run.others),
+        "settings": settings,
         "contents": contents,
     }
 
@@ -227,6 +228,8 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
         )
     # A flag that is newer than the checkpoint did then what its default does now.
     defaults = {field.name: field.default for field in fields(args)}
+    # Older versions did not compare it for a router loss per batch.
+    defaults["per_device_train_batch_size"] = args.per_device_train_batch_size
     newer = (now["settings"].keys() - then["settings"].keys()) & defaults.keys()
     then["settings"] |= _plain({name: defaults[name] for name in newer})
     # Older versions compared the whole config of DeepSpeed.

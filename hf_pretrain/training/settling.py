@@ -102,8 +102,8 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
         complete_deepspeed_config(args)
     if is_stream(data.train):
         # Several workers would divide its files, and each would start again at the end of its own: small files would
-        # repeat, and large ones would be left out. With `drop_last`, a single worker would draw another order, too.
-        most = 0 if args.has_default_workers or args.dataloader_drop_last else 1
+        # repeat, and large ones would be left out.
+        most = 0 if args.has_default_workers else 1
         args.dataloader_num_workers = min(args.dataloader_num_workers, most)
     if data.eval is None:
         # Our arguments evaluate by default, and Trainer refuses to evaluate without data. The last model is kept.
@@ -138,8 +138,8 @@ def _settle_steps(args: LMTrainingArguments, data: "PreparedData | TrainerData",
     if data.num_tokens is not None:
         num_rows, share = len(data.train), 1.0
         if args.dataloader_drop_last:
-            # A pass leaves out the rows that fill no batch of all ranks. Without a whole one, Trainer raises.
-            share = 1 - num_rows % (args.rows_per_step // args.gradient_accumulation_steps) / num_rows or 1.0
+            # A pass leaves out the rows that fill no step. Without a whole one, the trainer raises.
+            share = 1 - num_rows % args.rows_per_step / num_rows or 1.0
         args.num_train_epochs, args.max_steps = tokens / (data.num_tokens * share), -1
     elif isinstance(data.train, IterableDataset) and length is not None:
         args.max_steps = math.ceil(tokens / (args.rows_per_step * length))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from transformers import TrainingArguments
 
 from hf_pretrain.checkpoints.manifest import write_manifest
@@ -18,7 +19,7 @@ from hf_pretrain.training import resume_check
 from hf_pretrain.training.resume_check import check_resume, describe_config, describe_data, describe_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
-from tests.toys import toy_model, write_jsonl
+from tests.toys import EXPERTS, toy_model, write_jsonl
 from tests.trainers import make_documents, make_trainer
 
 
@@ -304,3 +305,30 @@ def test_what_the_state_of_a_checkpoint_fixes_cannot_change(tmp_path, then, chan
     inexact = make_trainer(tmp_path, make_documents(), arguments={"allow_inexact_resume": True}).args
     with pytest.raises(UserError, match=f"cannot resume.*--{next(iter(change))} was"):
         check_resume(str(tmp_path / "checkpoint-3"), after, inexact)
+
+
+@pytest.mark.parametrize(("level", "depends"), [("batch", True), ("sequence", False)])
+def test_a_router_loss_per_batch_fixes_the_micro_batch(tmp_path, level, depends):
+    """As of imported minimind-3 models. Compare the weights: at the same global batch, they tell who is right."""
+    now, weights = [], []
+    for batch, accumulation in ((4, 1), (2, 2)):
+        model = toy_model(vocab_size=64, **EXPERTS | {"router_aux_loss_level": level, "router_aux_loss_coef": 1.0})
+        arguments = {"max_steps": 2, "output_dir": str(tmp_path / str(batch))}
+        sizes = {"batch": batch, "accumulation": accumulation}
+        trainer = make_trainer(tmp_path, make_documents(), model=model, arguments=arguments, **sizes)
+        now.append(describe_run(trainer))
+        trainer.train()
+        weights.append(torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]))
+    difference = (weights[0] - weights[1]).abs().max()
+    assert difference > 1e-3 if depends else difference < 1e-5
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    # Older checkpoints do not say it.
+    older = {name: value for name, value in now[0]["settings"].items() if name != "per_device_train_batch_size"}
+    for settings, message in (
+        (now[0]["settings"], "per_device_train_batch_size was 4 and is now 2" if depends else None),
+        (older, None),
+    ):
+        write_manifest(checkpoint, now[0] | {"settings": settings})
+        with pytest.raises(UserError, match=message) if message else nullcontext():
+            check_resume(str(checkpoint), now[1], trainer.args)
