@@ -104,15 +104,14 @@ class PaddedStream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for epoch in itertools.count() if self.is_training else range(1):
-            rows, num_rows, row, held = self.dataset, 0, {}, []
+            rows, num_rows, held = self.dataset, 0, []
             if isinstance(rows, datasets.IterableDataset):
                 # Shuffle anew in each pass.
                 rows.set_epoch(epoch)
                 # NOTE: in a worker of a loader, `__iter__` would draw another order. `iter` does not look for workers.
                 rows = ({name: column[0] for name, column in batch.items()} for batch in rows.iter(batch_size=1))
-            for row in rows:
+            for num_rows, row in enumerate(rows, 1):
                 held.append(row)
-                num_rows += 1
                 if self.pads or num_rows % self.multiple == 0:
                     yield from held
                     held.clear()

@@ -36,14 +36,14 @@ from .end_report import describe_training
 from .float8 import convert_to_float8
 from .launch import check_accumulation
 from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
-from .resume_check import check_resume, describe_run, digest_fixed_weights
+from .resume_check import check_resume, describe_run, digest_fixed_weights, restore_best
 from .run import Run, check_callbacks
 from .run_directory import checkpoint_to_resume
 from .settling import showing
 from .spikes import Rewound
 from .step_loss import FiniteCheck
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop, restore_endings
-from .trainer_state import keeps_state_on_disk, load_state, load_weights, restore_best, save_state
+from .trainer_state import keeps_state_on_disk, load_state, load_weights, save_state
 from .training_arguments import LMTrainingArguments
 
 
@@ -243,8 +243,8 @@ class RunTrainer(Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             # Trainer only warns.
-            none = "no rows, or with --dataloader_drop_last fewer than a step takes"
-            raise UserError(f"Nothing was trained: the training data gave {none}. Check --dataset_name.")
+            few = "no rows, or too few for a step of --dataloader_drop_last"
+            raise UserError(f"Nothing was trained: the training data gave {few}. Check --dataset_name.")
         return batches, num_items
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from datasets import IterableDataset
 from transformers import PreTrainedModel
 
+from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import is_stream
 from ..model.configuration_minimind import MiniMindConfig
@@ -31,6 +32,7 @@ from .budgets import UNKNOWN_STEPS, token_budget
 from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args
 from .micro_batch import choose_micro_batch
+from .run_directory import now
 from .training_arguments import LMTrainingArguments, default_learning_rate
 
 
@@ -177,6 +179,19 @@ def settle_dry_run(args: LMTrainingArguments) -> None:
     # Another machine has no such directory yet.
     os.makedirs(args.output_dir, exist_ok=True)
     atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
+
+
+def settle_date(args: LMTrainingArguments, checkpoint: str | None) -> None:
+    """
+    Set the date that chat templates write to the start of the run, also when it resumes on another day. All ranks must
+    call this function.
+    """
+
+    def find() -> str:
+        run = read_manifest(checkpoint)["run"] if checkpoint and Path(checkpoint, MANIFEST_NAME).exists() else {}
+        return run.get("contents", {}).get("date", {}).get("date") or now()
+
+    args.date = on_main_process(args, find)
 
 
 def settle_name(args: LMTrainingArguments, earlier: list[dict[str, Any]]) -> None:

@@ -165,6 +165,8 @@ class LMTrainingArguments(TrainingArguments):
                 "HF_TOKEN instead."
             )
         self.launcher = launcher()
+        # The date that chat templates write; `begin_run` sets it.
+        self.date: str | None = None
         self._choose_reports()
         self._choose_evaluations()
         self._choose_device()
