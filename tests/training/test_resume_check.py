@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from hf_pretrain.checkpoints.manifest import write_manifest
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.control_tokens import CHAT_TEMPLATE
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import resume_check
 from hf_pretrain.training.resume_check import check_resume, describe_config, describe_data, describe_run
@@ -23,12 +24,15 @@ from tests.toys import EXPERTS, toy_model, write_jsonl
 from tests.trainers import make_documents, make_trainer
 
 
-# Start a recipe once per list of words, in one process. Between two launches, the project may move.
+# Start a recipe once per list of words, in one process. Between two launches, the project may move to a machine that
+# has prepared no data yet.
 LAUNCHES = """
-import json, os, runpy, sys
+import json, os, runpy, shutil, sys
 recipe, launches = json.loads(sys.argv[1])
 for words in launches:
     if words[0] == "mv":
+        # Reinforcement learning prepares none.
+        shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
         os.rename(words[1], words[2])
         os.chdir(words[2])
         continue
@@ -108,6 +112,8 @@ def project(tmp_path_factory) -> Path:
         for parameter in model.parameters():
             parameter.data.mul_(scale)
         model.save_pretrained(path / name)
+        # The time of a rendering stands for a template that writes the day.
+        tokenizer.chat_template = '{{ strftime_now("%M:%S.%f") }}' + CHAT_TEMPLATE
         tokenizer.save_pretrained(path / name)
     texts = [f"document {number} of the river" for number in range(3000)]
     write_jsonl(path / "text.jsonl", texts)
@@ -132,12 +138,14 @@ def test_a_stage_resumes_exactly_or_names_the_changed_flag(stage, project, tmp_p
     spelled += ["--logging_steps", "1", "--save_total_limit", "5", "--max_steps", "3", "--num_train_epochs", "7"]
     launches = [words, *([*again, *change] for change in changes), ["mv", str(first), str(second)], [*again, *spelled]]
     command = [sys.executable, "-c", LAUNCHES, json.dumps([str(ROOT / f"recipes/{recipe}.py"), launches])]
-    result = start(command, cwd=first)
+    result = start(command, cwd=first, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     errors = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(changes), result.stdout[-5000:]
     for message, line in zip(changes.values(), errors, strict=True):
         assert re.search(message, line), line
     history = json.loads((second / "out/trainer_state.json").read_text())
+    dates = [launch["date"] for launch in json.loads((second / "out/run.json").read_text())]
+    assert len(set(dates)) == 1
     assert history["global_step"] == 3 and "although" not in result.stdout, result.stdout[-3000:]
 
 
