@@ -159,6 +159,10 @@ def test_new_arguments_are_compared_by_default(tmp_path):
         assert name in vars(TrainingArguments) and name in settings()
     assert "num_train_epochs" in settings() and "output_dir" not in settings()
     assert "num_train_epochs" not in settings(lr_scheduler_type="constant", num_train_epochs=5)
+    # A warmup that is a share of the steps depends on their number.
+    for warmup, depends in ((0.1, True), (5, False), (0, False)):
+        found = settings(lr_scheduler_type="constant_with_warmup", warmup_steps=warmup)
+        assert ("max_steps" in found, "num_train_epochs" in found) == (depends, depends)
     assert settings(lr_scheduler_type="reduce_lr_on_plateau", eval_steps=7)["eval_steps"] == 7
 
 
