@@ -71,7 +71,7 @@ def test_drop_last_leaves_out_the_same_rows_at_any_micro_batch(tmp_path, kind, n
 @pytest.mark.parametrize("rows", [ROWS, Stream()], ids=["rows", "stream"])
 def test_rows_that_fill_no_step_are_refused_with_drop_last(tmp_path, rows):
     trainer = make_trainer(tmp_path, rows, batch=12, accumulation=2, arguments={"dataloader_drop_last": True})
-    with pytest.raises(ValueError, match="or too few for a step of --dataloader_drop_last"):
+    with pytest.raises(ValueError, match="or too few for --dataloader_drop_last"):
         trainer.train()
 
 
