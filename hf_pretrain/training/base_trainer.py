@@ -243,7 +243,7 @@ class RunTrainer(Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             # Trainer only warns.
-            raise UserError("Nothing was trained: no rows, or too few for --dataloader_drop_last. Check --dataset_name.")
+            raise UserError("Nothing was trained: no rows, or too few for --dataloader_drop_last. See --dataset_name.")
         return batches, num_items
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):
