@@ -109,7 +109,7 @@ def load_rows(
     """
     is_text = data_args.kind_name == "text"
     # All ranks set the template before the block, because the key of the cached rows depends on it.
-    note = None if is_text else set_template(tokenizer, data_args.chat_template)
+    note = None if is_text else set_template(tokenizer, data_args.chat_template, training_args.date)
     with training_args.main_process_first(desc="preparing the data"):
         # These have no directory that stays.
         keep_rejected = keep_rejected and not (training_args.dry_run or training_args.preview)

@@ -88,7 +88,7 @@ class EpochSampler(Sampler[int]):
 
 class PaddedStream(IterableDataset):
     """
-    Stream that appends padding rows after its last row, up to a multiple of `multiple`.
+    Stream that appends padding rows after its last row, up to a multiple of `multiple`, or leaves out its last rows.
 
     In training, it then starts again, without an end. The number of steps alone thus gives the position of a run.
 
@@ -96,26 +96,29 @@ class PaddedStream(IterableDataset):
         dataset: an iterable of rows.
         multiple (`int`): number of rows in a global batch.
         is_training (`bool`): start again after each pass.
+        pads (`bool`): append padding rows.
     """
 
-    def __init__(self, dataset: Any, *, multiple: int, is_training: bool):
-        self.dataset, self.multiple, self.is_training = dataset, multiple, is_training
+    def __init__(self, dataset: Any, *, multiple: int, is_training: bool, pads: bool):
+        self.dataset, self.multiple, self.is_training, self.pads = dataset, multiple, is_training, pads
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for epoch in itertools.count() if self.is_training else range(1):
-            rows, num_rows, row = self.dataset, 0, {}
+            rows, num_rows, held = self.dataset, 0, []
             if isinstance(rows, datasets.IterableDataset):
                 # Shuffle anew in each pass.
                 rows.set_epoch(epoch)
                 # NOTE: in a worker of a loader, `__iter__` would draw another order. `iter` does not look for workers.
                 rows = ({name: column[0] for name, column in batch.items()} for batch in rows.iter(batch_size=1))
-            for row in rows:
-                yield row
-                num_rows += 1
+            for num_rows, row in enumerate(rows, 1):
+                held.append(row)
+                if self.pads or num_rows % self.multiple == 0:
+                    yield from held
+                    held.clear()
             # The last row serves as the padding row: a stream cannot go back to its first one.
-            for _ in range(-num_rows % self.multiple):
+            for _ in range(-num_rows % self.multiple if self.pads else 0):
                 yield {**row, PADDING_ROW_COLUMN: True}
-            if num_rows == 0:
+            if num_rows < (1 if self.pads else self.multiple):
                 return
 
 
@@ -235,11 +238,11 @@ def pad_rows(
         multiple (`int`): rows of a global batch.
         seed (`int`): seed for the sampler of each epoch.
         is_training (`bool`): let a stream start again after each pass.
-        pads (`bool`, defaults to `True`): otherwise, leave out the last rows of a map-style dataset.
+        pads (`bool`, defaults to `True`): otherwise, leave out the last rows.
     """
     if is_stream(dataset):
         # A stream has no length and no sampler. It pads itself when it ends.
-        return PaddedStream(dataset, multiple=multiple, is_training=is_training), None
+        return PaddedStream(dataset, multiple=multiple, is_training=is_training, pads=pads), None
     padded = PaddedDataset(dataset)
 
     def padded_sampler(_: Any) -> EpochSampler:

@@ -30,6 +30,7 @@ from ..data.reward_tasks import load_tasks
 from ..data.sources import name_eval_sets
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..runtime.names import public_name
+from ..tokenizer.chat_template import fix_date
 from ..tokenizer.control_tokens import thinking_variables
 from ..training.base_trainer import RunTrainer
 from ..training.resume_check import digest_weights
@@ -89,6 +90,7 @@ class TaskArguments(ReadingArguments):
             tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer of the run.
             limits: the other arguments of [`~stages.rewards.task_check`].
         """
+        tokenizer.chat_template = fix_date(tokenizer.chat_template, training_args.date)
         check = task_check(tokenizer, **limits, **training_args.chat_template_kwargs or {})
         how = {"seed": training_args.seed, "add_system_ratio": self.add_system_ratio, "check": check}
         how |= {"max_rejected_ratio": self.max_rejected_ratio, "encoding": self.encoding, "columns": self.columns}

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
-from .chat_template import add_marks, has_marks
+from .chat_template import add_marks, fix_date, has_marks
 from .control_tokens import (
     BOS_TOKEN,
     CHAT_TEMPLATE,
@@ -93,7 +93,9 @@ def _find_end(rendered: str, through: str, start: int, control: re.Pattern[str])
     return end if end > start and not control.sub("", through[end:]).strip() else start
 
 
-def set_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> str | None:
+def set_template(
+    tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None, date: str | None = None
+) -> str | None:
     """
     Give a tokenizer the chat template of a run, and check that its answers can be trained.
 
@@ -103,6 +105,7 @@ def set_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None =
         tokenizer ([`PreTrainedTokenizerFast`]): changed in place.
         chat_template (`str`, *optional*): path of a template file to use instead, or `minimind` for the template of
             this package.
+        date (`str`, *optional*): the date that the template writes, in ISO format; by default today's.
 
     Returns:
         `str`, *optional*: a note if only the last answer of a conversation can be trained.
@@ -124,7 +127,7 @@ def set_template(tokenizer: PreTrainedTokenizerFast, chat_template: str | None =
     if not template:
         raise UserError("The tokenizer has no chat template. Pass --chat_template minimind, or a template file.")
     # Some tokenizers have several templates by name.
-    tokenizer.chat_template = add_marks(template) if isinstance(template, str) else template
+    tokenizer.chat_template = fix_date(add_marks(template) if isinstance(template, str) else template, date)
     return None if has_marks(tokenizer.get_chat_template()) else _check_answers(tokenizer)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -15,6 +16,9 @@ from .control_tokens import guard_control_tokens
 # transformers returns a mask of the assistant's tokens only for text between these marks.
 _MARK = re.compile(r"{%-?\s*(generation|endgeneration)\s*-?%}")
 
+# Calls of the function by which templates write today's date, and what `fix_date` makes of them.
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_FIXED = re.compile(r"""\("[^"]*" if true else (strftime_now\(.*?\))\)""")
 
 # Places in the templates of MiniMind's own tokenizers that write the assistant's text, and the same places with marks.
 _UNMARKED = {
@@ -62,6 +66,26 @@ def add_marks(template: str) -> str:
     except TemplateSyntaxError:
         return template
     return marked
+
+
+def fix_date(template: Any, date: str | None) -> Any:
+    """
+    Let a chat template write a date instead of today's; [`free_date`] undoes it. The text of a run must not change
+    with the day.
+
+    Args:
+        template (`str`): the template; other values, such as several templates by name, are returned unchanged.
+        date (`str`, *optional*): the date in ISO format; `None` changes nothing.
+    """
+    if date is None or not isinstance(template, str):
+        return template
+    moment = datetime.fromisoformat(date)
+    return _TODAY.sub(lambda call: f"({json.dumps(moment.strftime(call[2]))} if true else {call[0]})", template)
+
+
+def free_date(template: Any) -> Any:
+    """Let a chat template write today's date again, as programs that load it expect."""
+    return _FIXED.sub(r"\1", template) if isinstance(template, str) else template
 
 
 def check_is_whole(

@@ -18,7 +18,7 @@ from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import may_be_checkpoint, split_hub_name
 from ..runtime.package_models import find_gguf
-from .chat_template import add_marks
+from .chat_template import add_marks, free_date
 from .control_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE
 from .gguf_tokenizer import read_gguf_tokenizer
 
@@ -34,7 +34,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) ->
         tokenizer ([`PreTrainedTokenizerFast`]): the tokenizer; it is not changed.
         directory (`str` or `Path`): directory to write to.
     """
+    template = tokenizer.chat_template
+    tokenizer.chat_template = free_date(template)
     tokenizer.save_pretrained(directory)
+    tokenizer.chat_template = template
     path = Path(directory, "tokenizer_config.json")
     fields = json.loads(path.read_text(encoding="utf-8"))
     # NOTE: transformers 4 knows neither the class `TokenizersBackend` nor a list in `extra_special_tokens`.

@@ -30,13 +30,13 @@ from ..runtime.ranks import on_main_process
 from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
-from .callbacks import RunFigures
+from .callbacks import RunFigures, SaveBest
 from .deepspeed_support import gather_from_deepspeed, refusing_mismatches
 from .end_report import describe_training
 from .float8 import convert_to_float8
 from .launch import check_accumulation
 from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
-from .resume_check import check_resume, describe_run, digest_fixed_weights
+from .resume_check import check_resume, describe_run, digest_fixed_weights, restore_best
 from .run import Run, check_callbacks
 from .run_directory import checkpoint_to_resume
 from .settling import showing
@@ -113,6 +113,7 @@ class RunTrainer(Trainer):
         self.callback_handler.callbacks.insert(0, self.figures)
         if self.time_budget is not None:
             self.add_callback(self.time_budget)
+        self.add_callback(SaveBest())
         self.add_callback(StopCallback(run.ranks, run.signals, begin=self._begin_training))
 
     # Devices, optimizer and rows
@@ -226,12 +227,11 @@ class RunTrainer(Trainer):
             torch.manual_seed(self.args.seed + rank)
         restore_endings(self)
         if self._checkpoint is not None:
+            restore_best(self, self._checkpoint)
             for part in self.run.kept:
                 part.load(self, self._checkpoint)
             if self.args.allow_inexact_resume or self._keeps_new_groups:
-                # DeepSpeed's wrapper holds the schedule.
-                scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-                restore_settings(self.optimizer, scheduler, self._new_groups)
+                restore_settings(self.optimizer, self.lr_scheduler, self._new_groups)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         if not self.is_in_train:
@@ -243,7 +243,7 @@ class RunTrainer(Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches and self.state.global_step == 0:
             # Trainer only warns.
-            raise UserError("Nothing was trained: the training data gave no rows. Check --dataset_name.")
+            raise UserError("Nothing was trained: no rows, or too few for --dataloader_drop_last. See --dataset_name.")
         return batches, num_items
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None):

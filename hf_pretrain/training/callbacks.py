@@ -68,6 +68,21 @@ class RunFigures(TrainerCallback):
         state.log_history.append(entry | logs)
 
 
+class SaveBest(TrainerCallback):
+    """
+    Save each new best model for `--load_best_model_at_end`. Trainer keeps it only if it saves at that step anyway.
+
+    It must come after the callbacks whose figures may choose the best model.
+    """
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        # Of several validation sets, only one has the metric.
+        value = metrics.get(f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}")
+        if args.load_best_model_at_end and value is not None:
+            sign = 1 if args.greater_is_better else -1
+            control.should_save |= state.best_metric is None or sign * value > sign * state.best_metric
+
+
 class ProgressBarCallback(ProgressCallback):
     """Trainer's progress bars, without its lines."""
 

@@ -135,15 +135,16 @@ class MaskedLossTrainer(RunTrainer):
             )
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
-        """Pad the rows to whole global batches."""
+        """Pad the rows to whole global batches, or leave out the last ones with `--dataloader_drop_last`."""
         num_ranks, accumulation = self.data_parallel_size, self.args.gradient_accumulation_steps if is_training else 1
-        drops_last = self.args.dataloader_drop_last
-        # With several ranks, accelerate would fill the last batch with repeated rows. A single process evaluates
-        # without full batches, so that its loader gives each row once and nothing else.
-        if not drops_last if is_training else num_ranks > 1:
+        # With several ranks, accelerate would fill the last batch with repeated rows, and --dataloader_drop_last would
+        # leave out other rows at another micro-batch. A single process evaluates without full batches, so that its
+        # loader gives each row once and nothing else.
+        if is_training or num_ranks > 1:
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-            multiple = batch_size * num_ranks * accumulation
-            dataset, sampler_fn = pad_rows(dataset, sampler_fn, multiple, seed=seed, is_training=is_training)
+            pads = not (is_training and self.args.dataloader_drop_last)
+            how = {"seed": seed, "is_training": is_training, "pads": pads}
+            dataset, sampler_fn = pad_rows(dataset, sampler_fn, batch_size * num_ranks * accumulation, **how)
         vocab_size = self.accelerator.unwrap_model(self.model).config.vocab_size
         return RowSource(dataset, batch_size, sampler_fn, PaddingRowCollator(self.data_collator, vocab_size))
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..data.collators import DataCollatorForPackedRows
 from ..model.configuration_minimind import MiniMindConfig
+from .training_arguments import LMTrainingArguments
 
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ def fitting_micro_batch(config: MiniMindConfig, *, num_parameters: int, row_leng
     return max(size for size in range(1, rows + 1) if rows % size == 0 and size <= max(most, 1))
 
 
+def depends_on_micro_batch(args: LMTrainingArguments, config: MiniMindConfig) -> bool:
+    """Return whether the size of a micro-batch changes an update, by the order of the rows or by the loss."""
+    is_per_batch = config.num_experts > 0 and config.router_aux_loss_level == "batch"
+    return args.train_sampling_strategy == "group_by_length" or is_per_batch or args.loss_depends_on_micro_batch
+
+
 def choose_micro_batch(
     run: "Run", model: PreTrainedModel, train: object, collator: DataCollatorForPackedRows | None
 ) -> tuple[int, int, int] | None:
@@ -75,11 +82,13 @@ def choose_micro_batch(
     is_whole = isinstance(model, PreTrainedModel)
     is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and is_whole
     recomputes = args.activation_checkpointing or config.dropout > 0
-    is_per_batch = config.num_experts > 0 and config.router_aux_loss_level == "batch"
-    depends = args.train_sampling_strategy == "group_by_length" or is_per_batch
     is_packed = isinstance(collator, DataCollatorForPackedRows) and isinstance(train, Dataset)
     row_length = collator.max_length if is_packed and run.facts.recipe in ("pretrain", "sft") else None
-    if not (args.fit_micro_batch and is_estimated and row_length) or recomputes or depends:
+    if (
+        not (args.fit_micro_batch and is_estimated and row_length)
+        or recomputes
+        or depends_on_micro_batch(args, config)
+    ):
         return None
     free = min(run.ranks.gather(torch.cuda.mem_get_info(args.device)[0]))
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps

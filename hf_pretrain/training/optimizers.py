@@ -48,6 +48,8 @@ def restore_settings(optimizer: torch.optim.Optimizer, scheduler: Any, groups: l
     for group, given in zip(optimizer.param_groups, groups, strict=True):
         # DeepSpeed has replaced the parameters.
         group.update(given | {name: group[name] for name in ("params", "lr")})
+    # DeepSpeed's wrapper holds the schedule.
+    scheduler = getattr(scheduler, "scheduler", scheduler)
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = [given["initial_lr"] for given in groups]
         # Compute the rates of the next step again.

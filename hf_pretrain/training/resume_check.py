@@ -7,6 +7,7 @@ config, adapter, and weights that training does not change.
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -21,11 +22,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
+from ..checkpoints.directory import checkpoint_path
+from ..checkpoints.manifest import MANIFEST_NAME, find_damage, read_manifest
 from ..checkpoints.optimizer_state import is_whole
 from ..checkpoints.zero_state import whole_parameter
 from ..runtime.errors import UserError
+from ..runtime.ranks import on_main_process
+from ..tokenizer.chat_template import free_date
 from ..weights.adapters import is_adapted
+from .micro_batch import depends_on_micro_batch
 from .training_arguments import LMTrainingArguments, optimizer_name, values_by_name
 
 
@@ -101,9 +106,6 @@ def describe_settings(args: LMTrainingArguments, others: Iterable[Any] = ()) -> 
     del values["accelerator_config"]["non_blocking"]
     values["deepspeed"] = _compared_of_deepspeed(deepspeed)
     compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
-    # Only in these cases does the order of the rows, or the loss, depend on the batch size.
-    if args.train_sampling_strategy == "group_by_length" or args.loss_depends_on_micro_batch:
-        compared.add("per_device_train_batch_size")
     return _plain({name: values[name] for name in sorted(compared)})
 
 
@@ -183,20 +185,28 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
     adapter = describe_config(model.peft_config[model.active_adapter]) if is_adapted(model) else {}
     contents = {"data": data[0], "config": describe_config(model.config), "adapter": adapter}
     contents |= {role: {"digest": digest} for role, digest in run.fixed_weights.items()}
+    if args.load_best_model_at_end:
+        # Figures on other data would choose among the checkpoints.
+        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        contents["validation data"] = {"digest": _digest(str([describe_data(rows) for rows in sets.values()]))}
+    contents |= {} if args.date is None else {"date": {"date": args.date}}
     name, settings = run.own_optimizer or (optimizer_name(args), None)
     if settings is not None:
         contents["settings of the optimizer"] = _plain(settings)
     if isinstance(tokenizer, PreTrainedTokenizerBase):
         # GRPO renders its prompts during the training.
-        words = (sorted(tokenizer.get_vocab().items()), tokenizer.chat_template)
+        words = (sorted(tokenizer.get_vocab().items()), free_date(tokenizer.chat_template))
         contents["vocabulary or chat template"] = {"digest": _digest(str(words))}
+    settings = describe_settings(args, run.others)
+    if depends_on_micro_batch(args, model.config):
+        settings["per_device_train_batch_size"] = args.per_device_train_batch_size
     return {
         "world_size": args.world_size,
         "global_batch": args.rows_per_step,
         "layout": trainer.layout,
         "optimizer": name,
         "save_only_model": args.save_only_model,
-        "settings": describe_settings(args, run.others),
+        "settings": settings,
         "contents": contents,
     }
 
@@ -223,6 +233,8 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
         )
     # A flag that is newer than the checkpoint did then what its default does now.
     defaults = {field.name: field.default for field in fields(args)}
+    # Older versions did not compare it for a router loss per batch.
+    defaults["per_device_train_batch_size"] = args.per_device_train_batch_size
     newer = (now["settings"].keys() - then["settings"].keys()) & defaults.keys()
     then["settings"] |= _plain({name: defaults[name] for name in newer})
     # Older versions compared the whole config of DeepSpeed.
@@ -295,6 +307,28 @@ def _changes(then: dict[str, Any], now: dict[str, Any], *, prefix: str = "") -> 
         for name in sorted((then.keys() | now.keys()) - {"digest"})
         if then.get(name) != now.get(name)
     }
+
+
+def restore_best(trainer: "RunTrainer", checkpoint: str) -> None:
+    """
+    Choose the best checkpoint of a resumed run anew, by its log, from those beside `checkpoint`. The recorded one may
+    belong to another metric, and its path to another working directory or an earlier place of the run.
+    """
+    state, args = trainer.state, trainer.args
+    if not args.load_best_model_at_end:
+        return
+    key, sign = f"eval_{args.metric_for_best_model.removeprefix('eval_')}", 1 if args.greater_is_better else -1
+    values = {entry["step"]: entry[key] for entry in state.log_history if math.isfinite(entry.get(key, math.nan))}
+    # Of equal values, the first one is the best.
+    steps = sorted(values, key=lambda step: sign * values[step], reverse=True)
+    paths = {step: str(checkpoint_path(Path(checkpoint).parent, step)) for step in steps}
+    best = on_main_process(args, lambda: next((step for step in steps if not find_damage(paths[step])), None))
+    state.best_global_step, state.best_metric, state.best_model_checkpoint = best, values.get(best), paths.get(best)
+    if steps and best != steps[0]:
+        logger.warning(
+            f"Step {steps[0]} has the best {key}, and no intact checkpoint beside {checkpoint}. "
+            f"--load_best_model_at_end now chooses from {paths.get(best, 'the next evaluations')} on."
+        )
 
 
 def _digest(text: str) -> str:

@@ -44,7 +44,7 @@ from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS, describe_own_optimizer
 from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
 from .samples import AddedFigures, SampleCallback, measure_answers, sample_answers, sample_continuations
-from .settling import TrainerData, settle, settle_dry_run, settle_name
+from .settling import TrainerData, settle, settle_date, settle_dry_run, settle_name
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, values_by_name
 
@@ -159,6 +159,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
         # Lock `output_dir` before anything writes into it: log, download or record.
         run.directory.lock(is_resumed=is_resumed(args))
         run.checkpoint = checkpoint_to_resume(args)
+        settle_date(args, run.checkpoint)
         on_main_process(args, partial(_clear_and_record, run))
     # Reseed: launchers consume different amounts of randomness.
     set_seed(args.seed)

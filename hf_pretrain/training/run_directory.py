@@ -130,6 +130,7 @@ class RunDirectory:
         args = self.args
         entry = {
             "started": now(),
+            "date": args.date,
             "command": os.environ.get(COMMAND_VARIABLE) or _find_command(),
             "launcher": args.launcher,
             "launch": args.launch_description,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from datasets import IterableDataset
 from transformers import PreTrainedModel
 
+from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import is_stream
 from ..model.configuration_minimind import MiniMindConfig
@@ -31,6 +32,7 @@ from .budgets import UNKNOWN_STEPS, token_budget
 from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args
 from .micro_batch import choose_micro_batch
+from .run_directory import now
 from .training_arguments import LMTrainingArguments, default_learning_rate
 
 
@@ -102,8 +104,8 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
         complete_deepspeed_config(args)
     if is_stream(data.train):
         # Several workers would divide its files, and each would start again at the end of its own: small files would
-        # repeat, and large ones would be left out. With `drop_last`, a single worker would draw another order, too.
-        most = 0 if args.has_default_workers or args.dataloader_drop_last else 1
+        # repeat, and large ones would be left out.
+        most = 0 if args.has_default_workers else 1
         args.dataloader_num_workers = min(args.dataloader_num_workers, most)
     if data.eval is None:
         # Our arguments evaluate by default, and Trainer refuses to evaluate without data. The last model is kept.
@@ -138,8 +140,8 @@ def _settle_steps(args: LMTrainingArguments, data: "PreparedData | TrainerData",
     if data.num_tokens is not None:
         num_rows, share = len(data.train), 1.0
         if args.dataloader_drop_last:
-            # A pass leaves out the rows that fill no batch of all ranks. Without a whole one, Trainer raises.
-            share = 1 - num_rows % (args.rows_per_step // args.gradient_accumulation_steps) / num_rows or 1.0
+            # A pass leaves out the rows that fill no step. Without a whole one, the trainer raises.
+            share = 1 - num_rows % args.rows_per_step / num_rows or 1.0
         args.num_train_epochs, args.max_steps = tokens / (data.num_tokens * share), -1
     elif isinstance(data.train, IterableDataset) and length is not None:
         args.max_steps = math.ceil(tokens / (args.rows_per_step * length))
@@ -177,6 +179,19 @@ def settle_dry_run(args: LMTrainingArguments) -> None:
     # Another machine has no such directory yet.
     os.makedirs(args.output_dir, exist_ok=True)
     atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)
+
+
+def settle_date(args: LMTrainingArguments, checkpoint: str | None) -> None:
+    """
+    Set the date that chat templates write to the start of the run, also when it resumes on another day. All ranks must
+    call this function.
+    """
+
+    def find() -> str:
+        run = read_manifest(checkpoint)["run"] if checkpoint and Path(checkpoint, MANIFEST_NAME).exists() else {}
+        return run.get("contents", {}).get("date", {}).get("date") or now()
+
+    args.date = on_main_process(args, find)
 
 
 def settle_name(args: LMTrainingArguments, earlier: list[dict[str, Any]]) -> None:

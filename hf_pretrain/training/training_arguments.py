@@ -165,6 +165,8 @@ class LMTrainingArguments(TrainingArguments):
                 "HF_TOKEN instead."
             )
         self.launcher = launcher()
+        # The date that chat templates write; `begin_run` sets it.
+        self.date: str | None = None
         self._choose_reports()
         self._choose_evaluations()
         self._choose_device()
@@ -210,6 +212,8 @@ class LMTrainingArguments(TrainingArguments):
 
     def _choose_evaluations(self) -> None:
         """Choose when to evaluate and how to compare models, if the user left it out."""
+        if self.load_best_model_at_end and self.eval_strategy == "no":
+            raise UserError("--load_best_model_at_end has no evaluations to choose by: pass --eval_strategy steps.")
         if self.early_stopping_patience is not None:
             # Each evaluation may be the best one, which needs a checkpoint.
             self.load_best_model_at_end = True
@@ -282,6 +286,11 @@ class LMTrainingArguments(TrainingArguments):
                 yield
         else:
             yield
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as records and trackers show them: with the compilation that Trainer does not see."""
+        options = {f"torch_compile_{name}": value for name, value in self.compile_options.items()}
+        return super().to_dict() | {"torch_compile": self.compiles_layers} | options
 
     @property
     def has_reference(self) -> bool:

@@ -6,7 +6,7 @@ import re
 import pytest
 from trl import DPOTrainer, GRPOTrainer
 
-from hf_pretrain.training.resume_check import describe_settings
+from hf_pretrain.training.resume_check import describe_run
 from tests.invariants.trl_trainers import make_records, make_trl_trainer
 
 
@@ -48,5 +48,5 @@ def test_micro_batches_agree_or_the_loss_is_named(tmp_path, recipe, flags):
     depends = one.args.loss_depends_on_micro_batch
     assert difference > 2e-5 if depends else difference < 5e-6, difference
     # A resume with another size is refused.
-    settings = describe_settings(one.args)
+    settings = describe_run(one)["settings"]
     assert ("per_device_train_batch_size" in settings) == depends

@@ -12,6 +12,7 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reward_tasks import EMBEDDED_TASKS, load_tasks
 from hf_pretrain.inference.tools import calculator
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.rewards import (
     REWARDS,
     arithmetic_reward,
@@ -22,6 +23,7 @@ from hf_pretrain.stages.rewards import (
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from tests.rollouts import says
 from tests.toys import write_jsonl
+from tests.trainers import ARGUMENTS
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,15 @@ def test_unusable_tasks_are_rejected(tokenizer, tmp_path):
     # These lines count as rejected: two thirds of the lines are too many.
     with pytest.raises(ValueError, match=f"{len(bad)} of {len(bad) + 2} lines .* are bad"):
         load_tasks(names, check=check)
+
+
+def test_prompts_have_the_date_of_the_run(tokenizer, tmp_path):
+    tokenizer.chat_template = '{{ strftime_now("%Y") }}' + tokenizer.chat_template
+    args = GRPOTrainingArguments(**ARGUMENTS, output_dir=str(tmp_path), max_steps=1)
+    args.date = "2001-02-03T04:05:06+00:00"
+    limits = {"rewards": [REWARDS["length"]], "tools": None, "max_prompt_length": 4000}
+    TaskArguments().prepare_tasks(args, tokenizer, **limits)
+    assert tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])).startswith("2001")
 
 
 def test_tasks_whose_tools_the_model_could_not_use_are_refused(tokenizer):

@@ -5,8 +5,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.conversations import CONVERSATIONS, TOOL
 from tests.models import FIXTURES
@@ -137,3 +138,30 @@ def test_malformed_answers_are_parsed_too(tokenizer, answer, expected):
     if "tool_calls" in parsed:
         parsed["tool_calls"] = [call["function"] for call in parsed["tool_calls"]]
     assert parsed == {"role": "assistant"} | expected
+
+
+DATES = {
+    # Llama 3.2, SmolLM3 and gpt-oss write it in these forms.
+    """{%- set date_string = strftime_now("%d %b %Y") %}{{- "Today: " + date_string }}""": "Today: 03 Feb 2001",
+    """{%- set today = strftime_now("%d %B %Y") -%}Today Date: {{ today }}""": "Today Date: 03 February 2001",
+    """{{- "Current date: " + strftime_now('%Y-%m-%d') + "\n\n" }}.""": "Current date: 2001-02-03\n\n.",
+    """{% if strftime_now is defined %}{{ strftime_now( "%H:%M" )|lower }}{% endif %}""": "04:05",
+    "No date.": "No date.",
+}
+
+
+@pytest.mark.parametrize("template", DATES)
+def test_a_template_writes_the_date_of_the_run(tokenizer, tmp_path, template):
+    """A saved tokenizer writes today's date."""
+    turn = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    )
+    template += turn + "{% endfor %}"
+    (tmp_path / "own.jinja").write_text(template)
+    for _ in range(2):
+        set_template(tokenizer, str(tmp_path / "own.jinja"), "2001-02-03T04:05:06+01:00")
+        rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        assert rendered.partition("<|im_start|>")[0] == DATES[template.removesuffix(turn + "{% endfor %}")]
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").chat_template == template
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == rendered

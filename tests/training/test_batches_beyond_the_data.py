@@ -39,6 +39,42 @@ def test_a_step_beyond_the_data_is_one_pass(tmp_path, rows):
         torch.testing.assert_close(model, models[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["rows", "shuffled", "stream", "shuffled stream"])
+def test_drop_last_leaves_out_the_same_rows_at_any_micro_batch(tmp_path, kind, num_workers):
+    """Compare four passes: of 22 rows, each leaves out the two that fill no step of four."""
+    rows = datasets.Dataset.from_list(ROWS)
+    if "stream" in kind:
+        rows = rows.to_iterable_dataset()
+        rows = rows.shuffle(seed=1, buffer_size=9) if kind != "stream" else rows
+    arguments = {"dataloader_drop_last": True, "dataloader_num_workers": num_workers, "max_steps": 20}
+    # The order of the rows alone matters.
+    arguments["learning_rate"] = 0.0
+    arguments["train_sampling_strategy"] = "random" if kind == "shuffled" else "sequential"
+    found = []
+    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+        trainer = make_trainer(tmp_path, rows, batch=batch, accumulation=accumulation, arguments=arguments)
+        seen, begin = [], trainer.spikes.begin_step
+        trainer.spikes.begin_step = lambda batches, seen=seen, begin=begin: (seen.append(batches), begin(batches))
+        trainer.train()
+        steps = [torch.cat([batch["input_ids"][:, 1] for batch in batches]).tolist() for batches in seen]
+        assert [len(step) for step in steps] == [4] * 20
+        found.append(steps)
+    assert found[0] == found[1] == found[2]
+    passes = [tuple(sum(found[0][start : start + 5], [])) for start in range(0, 20, 5)]
+    if kind in ("rows", "stream"):
+        assert passes == [tuple(range(5, 25))] * 4
+    else:
+        assert len(set(passes)) == 4 and all(len(set(each)) == 20 for each in passes)
+
+
+@pytest.mark.parametrize("rows", [ROWS, Stream()], ids=["rows", "stream"])
+def test_rows_that_fill_no_step_are_refused_with_drop_last(tmp_path, rows):
+    trainer = make_trainer(tmp_path, rows, batch=12, accumulation=2, arguments={"dataloader_drop_last": True})
+    with pytest.raises(ValueError, match="or too few for --dataloader_drop_last"):
+        trainer.train()
+
+
 # Two files of very different sizes, whose documents fill 100 batches of 16 rows.
 SIZES = {"small": 100, "large": 1500}
 

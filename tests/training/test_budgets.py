@@ -75,14 +75,15 @@ def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(run):
 
 
 def test_a_budget_counts_the_rows_of_a_stream_in_full_and_none_that_drop_last_leaves_out():
-    rows = Dataset.from_dict({"input_ids": [[1]] * 21})
+    rows = Dataset.from_dict({"input_ids": [[1]] * 29})
     for data, num_tokens, given, expected in (
         # A step of 8 rows of a stream has 512 tokens.
         (rows.to_iterable_dataset(), None, {}, (1, 4)),
         (rows, 400, {}, (2000 / 400, -1)),
-        # A pass leaves out 5 of the 21 rows.
-        (rows, 420, {"dataloader_drop_last": True}, (2000 / 320, -1)),
-        (rows, 420, {"dataloader_drop_last": True, "gradient_accumulation_steps": 2}, (2000 / 320, -1)),
+        # A pass leaves out 5 of the 29 rows, or 13 where a step takes 16. With 32 to a step, nothing can be trained.
+        (rows, 580, {"dataloader_drop_last": True}, (2000 / 480, -1)),
+        (rows, 580, {"dataloader_drop_last": True, "gradient_accumulation_steps": 2}, (2000 / 320, -1)),
+        (rows, 580, {"dataloader_drop_last": True, "gradient_accumulation_steps": 4}, (2000 / 580, -1)),
     ):
         given |= {"max_tokens": "2K", "per_device_train_batch_size": 8, "use_cpu": True, "report_to": "none"}
         args, collator = LMTrainingArguments(**given), DataCollatorForPackedRows(0, max_length=64)

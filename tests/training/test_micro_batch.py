@@ -19,6 +19,7 @@ from hf_pretrain.training.run import Run
 from hf_pretrain.training.settling import TrainerData, _settle_micro_batch
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.model_arguments import ModelArguments
+from tests.invariants.launching import launcher_command, start
 from tests.toys import EXPERTS, toy_model
 
 
@@ -51,6 +52,29 @@ def test_the_largest_micro_batch_that_fits_is_chosen(tmp_path):
     # A divisor of 24, although 11 rows would fit.
     assert fitted(tmp_path, free=(fixed + 11.5 * per_row) / 0.8) == (8, 3)
     assert fitted(tmp_path, free=0) == (1, 24)
+
+
+# The ranks have GPUs of other sizes, first the first one and then the second one the smaller.
+RANKS = """
+import json, os, pathlib, sys
+from tests.training.test_micro_batch import fitted
+
+directory, sizes = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+rank = int(os.environ["RANK"])
+found = [fitted(directory, free=both[rank]) for both in (sizes, sizes[::-1])]
+(directory / f"rank{rank}").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.distributed
+def test_the_smallest_gpu_of_all_ranks_decides(tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    model = toy_model()
+    small = (18 * model.num_parameters() + 11.5 * 512 * activation_bytes_per_token(model.config)) / 0.8
+    words = [str(tmp_path / "ranks.py"), str(tmp_path), json.dumps([small, 80 * GIB])]
+    result = start([*launcher_command("torchrun"), *words])
+    assert result.returncode == 0, result.stdout
+    assert [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)] == [[[8, 3], [8, 3]]] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,25 +9,30 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from transformers import TrainingArguments
 
 from hf_pretrain.checkpoints.manifest import write_manifest
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.control_tokens import CHAT_TEMPLATE
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import resume_check
 from hf_pretrain.training.resume_check import check_resume, describe_config, describe_data, describe_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
-from tests.toys import toy_model, write_jsonl
+from tests.toys import EXPERTS, toy_model, write_jsonl
 from tests.trainers import make_documents, make_trainer
 
 
-# Start a recipe once per list of words, in one process. Between two launches, the project may move.
+# Start a recipe once per list of words, in one process. Between two launches, the project may move to a machine that
+# has prepared no data yet.
 LAUNCHES = """
-import json, os, runpy, sys
+import json, os, runpy, shutil, sys
 recipe, launches = json.loads(sys.argv[1])
 for words in launches:
     if words[0] == "mv":
+        # Reinforcement learning prepares none.
+        shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
         os.rename(words[1], words[2])
         os.chdir(words[2])
         continue
@@ -107,6 +112,8 @@ def project(tmp_path_factory) -> Path:
         for parameter in model.parameters():
             parameter.data.mul_(scale)
         model.save_pretrained(path / name)
+        # The time of a rendering stands for a template that writes the day.
+        tokenizer.chat_template = '{{ strftime_now("%M:%S.%f") }}' + CHAT_TEMPLATE
         tokenizer.save_pretrained(path / name)
     texts = [f"document {number} of the river" for number in range(3000)]
     write_jsonl(path / "text.jsonl", texts)
@@ -131,12 +138,14 @@ def test_a_stage_resumes_exactly_or_names_the_changed_flag(stage, project, tmp_p
     spelled += ["--logging_steps", "1", "--save_total_limit", "5", "--max_steps", "3", "--num_train_epochs", "7"]
     launches = [words, *([*again, *change] for change in changes), ["mv", str(first), str(second)], [*again, *spelled]]
     command = [sys.executable, "-c", LAUNCHES, json.dumps([str(ROOT / f"recipes/{recipe}.py"), launches])]
-    result = start(command, cwd=first)
+    result = start(command, cwd=first, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     errors = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
     assert len(errors) == len(changes), result.stdout[-5000:]
     for message, line in zip(changes.values(), errors, strict=True):
         assert re.search(message, line), line
     history = json.loads((second / "out/trainer_state.json").read_text())
+    dates = [launch["date"] for launch in json.loads((second / "out/run.json").read_text())]
+    assert len(set(dates)) == 1
     assert history["global_step"] == 3 and "although" not in result.stdout, result.stdout[-3000:]
 
 
@@ -150,6 +159,10 @@ def test_new_arguments_are_compared_by_default(tmp_path):
         assert name in vars(TrainingArguments) and name in settings()
     assert "num_train_epochs" in settings() and "output_dir" not in settings()
     assert "num_train_epochs" not in settings(lr_scheduler_type="constant", num_train_epochs=5)
+    # A warmup that is a share of the steps depends on their number.
+    for warmup, depends in ((0.1, True), (5, False), (0, False)):
+        found = settings(lr_scheduler_type="constant_with_warmup", warmup_steps=warmup)
+        assert ("max_steps" in found, "num_train_epochs" in found) == (depends, depends)
     assert settings(lr_scheduler_type="reduce_lr_on_plateau", eval_steps=7)["eval_steps"] == 7
 
 
@@ -304,3 +317,30 @@ def test_what_the_state_of_a_checkpoint_fixes_cannot_change(tmp_path, then, chan
     inexact = make_trainer(tmp_path, make_documents(), arguments={"allow_inexact_resume": True}).args
     with pytest.raises(UserError, match=f"cannot resume.*--{next(iter(change))} was"):
         check_resume(str(tmp_path / "checkpoint-3"), after, inexact)
+
+
+@pytest.mark.parametrize(("level", "depends"), [("batch", True), ("sequence", False)])
+def test_a_router_loss_per_batch_fixes_the_micro_batch(tmp_path, level, depends):
+    """As of imported minimind-3 models. Compare the weights: at the same global batch, they tell who is right."""
+    now, weights = [], []
+    for batch, accumulation in ((4, 1), (2, 2)):
+        model = toy_model(vocab_size=64, **EXPERTS | {"router_aux_loss_level": level, "router_aux_loss_coef": 1.0})
+        arguments = {"max_steps": 2, "output_dir": str(tmp_path / str(batch))}
+        sizes = {"batch": batch, "accumulation": accumulation}
+        trainer = make_trainer(tmp_path, make_documents(), model=model, arguments=arguments, **sizes)
+        now.append(describe_run(trainer))
+        trainer.train()
+        weights.append(torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]))
+    difference = (weights[0] - weights[1]).abs().max()
+    assert difference > 1e-3 if depends else difference < 1e-5
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    # Older checkpoints do not say it.
+    older = {name: value for name, value in now[0]["settings"].items() if name != "per_device_train_batch_size"}
+    for settings, message in (
+        (now[0]["settings"], "per_device_train_batch_size was 4 and is now 2" if depends else None),
+        (older, None),
+    ):
+        write_manifest(checkpoint, now[0] | {"settings": settings})
+        with pytest.raises(UserError, match=message) if message else nullcontext():
+            check_resume(str(checkpoint), now[1], trainer.args)

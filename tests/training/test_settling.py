@@ -6,6 +6,7 @@ from datasets import Dataset
 
 from hf_pretrain.training.settling import showing
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.invariants.launching import launcher_command, start
 from tests.trainers import frozen, make_documents, make_trainer
 
 
@@ -38,3 +39,25 @@ def test_a_notebook_gets_a_run_of_its_own(tmp_path):
     assert args.learning_rate == pytest.approx(8e-3 * 192 / 32) and args.dataloader_num_workers == 0
     assert args.include_num_input_tokens_seen == "no" and not args.remove_unused_columns
     assert trainer.run.checkpoint is None and torch.device(args.device).type == "cpu"
+
+
+# Midnight falls between the starts of the ranks.
+DATES = """
+import os, sys
+from hf_pretrain.training import settling
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+
+settling.now = lambda: f"2001-02-0{1 + int(os.environ['RANK'])}T00:00:00+00:00"
+args = LMTrainingArguments(output_dir=sys.argv[1], use_cpu=True, report_to="none")
+settling.settle_date(args, None)
+with open(f"{sys.argv[1]}/{args.process_index}", "w") as file:
+    file.write(args.date)
+"""
+
+
+@pytest.mark.distributed
+def test_all_ranks_have_the_date_of_the_first(tmp_path):
+    (tmp_path / "dates.py").write_text(DATES)
+    result = start([*launcher_command("torchrun"), str(tmp_path / "dates.py"), str(tmp_path)])
+    assert result.returncode == 0, result.stdout
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2001-02-01T00:00:00+00:00"] * 2

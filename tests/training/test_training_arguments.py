@@ -16,7 +16,7 @@ from hf_pretrain.training import parsing
 from hf_pretrain.training import training_arguments as training_args
 from hf_pretrain.training.launch import check_accumulation, name_compile_locks
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
 from hf_pretrain.weights.model_arguments import ModelArguments, load_config, load_model
 
 
@@ -105,8 +105,10 @@ def test_mistakes_are_named(tmp_path, words, config, message):
 def test_compile_options_apply_only_to_the_layers(tmp_path):
     args = parse(tmp_path, "--use_cpu", "--torch_compile_backend", "eager")[2]
     assert args.compiles_layers and args.compile_options == {"backend": "eager"} and not args.torch_compile
+    recorded = values_by_name(args, [])
+    assert recorded["torch_compile"] is True and recorded["torch_compile_backend"] == "eager"
     args = parse(tmp_path, "--use_cpu", "--torch_compile", "false", "--torch_compile_mode", "default")[2]
-    assert not args.compiles_layers and not args.torch_compile
+    assert not args.compiles_layers and not args.torch_compile and values_by_name(args, [])["torch_compile"] is False
 
 
 @pytest.mark.parametrize(
