@@ -172,6 +172,11 @@ class Chat:
         except KeyboardInterrupt:
             # Show the text that the streamer still holds back.
             streamer.end()
+        except ConnectionError:
+            # llama.cpp has ended. The message stands in a line of its own, below the beginning of the answer.
+            streamer.end()
+            streamer.write("\n")
+            raise
 
     def run_command(self, line: str) -> str:
         """Run a line that begins with a slash, and return the reply to the user."""
@@ -222,6 +227,8 @@ class Chat:
                     print(self.run_command(line.strip()))
                 else:
                     self.ask(line)
+            except ConnectionError:
+                raise
             except (ValueError, OSError) as error:
                 print(error)
 

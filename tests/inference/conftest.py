@@ -4,6 +4,7 @@ import pytest
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from tests.talking import save_speaker
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,12 @@ def model(talker):
 @pytest.fixture
 def tokenizer(talker):
     return load_tokenizer(talker)
+
+
+@pytest.fixture(scope="session")
+def endless(talker, tmp_path_factory):
+    """Return the directory of a model that needs half a minute for its 4,096 positions, and never ends its answer."""
+    path, sizes = tmp_path_factory.mktemp("endless"), {"hidden_size": 512, "num_hidden_layers": 24}
+    line_break = load_tokenizer(talker)("\n")["input_ids"][-1]
+    save_speaker(path, talker, line_break, "so it is,", is_endless=True, max_position_embeddings=4096, **sizes)
+    return path
