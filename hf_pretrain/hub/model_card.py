@@ -64,7 +64,7 @@ class RunFacts:
         return [name.repo_id for name in names if not name.is_embedded]
 
 
-def _hub_id(name: str | None) -> str | None:
+def hub_id(name: str | None) -> str | None:
     """Return the Hub id of a model, without the file that its name may contain; `None` for a local path."""
     if (packaged := package_model(name)) is not None:
         return packaged.hub_id
@@ -107,7 +107,7 @@ def format_run_card(
         figures.append((f"validation loss of a unigram model ({NATS})", f"{facts.unigram_loss:.4f}"))
     # peft reads the base model from adapter_config.json, so the card names the same one.
     base_model = model.active_peft_config.base_model_name_or_path if is_adapted(model) else facts.base_model
-    metadata = {"language": language, "license": _license(license, base_model), "base_model": _hub_id(base_model)}
+    metadata = {"language": language, "license": _license(license, base_model), "base_model": hub_id(base_model)}
     # `capitalize` would lower the capitals of names.
     method = facts.method[:1].upper() + facts.method[1:]
     start = "" if facts.base_model is None else f", from the weights of `{public_name(facts.base_model)}`,"
@@ -146,7 +146,7 @@ def format_conversion_card(
     """
     return _render(
         model,
-        {"license": _license(license, source), "base_model": _hub_id(source)},
+        {"license": _license(license, source), "base_model": hub_id(source)},
         repo_id=repo_id,
         format="stock" if format in LAYOUTS else format,
         origin=f"Converted from `{public_name(source)}`. {report}.",

@@ -266,10 +266,10 @@ def test_the_record_of_the_run_tells_base_models(raw, tmp_path, launches, is_bas
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_base", "temperature"), [("text", True, None), ("conversations", False, 0.8), ("tasks", False, 0.5)]
+    ("kind", "is_base", "temperature"), [("text", True, None), ("conversations", False, 0.5), ("tasks", False, 0.5)]
 )
 def test_the_files_of_the_model_alone_tell_base_models(raw, tmp_path, kind, is_base, temperature):
-    """There is no `run.json`, as on the Hub. Training on tasks keeps the settings of a chat model."""
+    """There is no `run.json`, as on the Hub. Training keeps the settings of a chat model."""
     model = make_model()
     model.generation_config.update(do_sample=True, temperature=0.5, top_k=20)
     trainer = make_trainer(tmp_path / "run", make_documents(), model=model, arguments={"max_steps": 1})
