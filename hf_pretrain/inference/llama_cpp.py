@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
+from ..runtime.signals import SignalListener
 from ..weights.exporting import choose_layout
 from ..weights.gguf import id_text, write_gguf
 
@@ -117,7 +119,9 @@ class LlamaCppModel:
         numbers = (self._room.size, num_sequences, torch.get_num_threads())
         # Other programs of this machine, and web pages, do not know the key.
         self._key = secrets.token_hex()
-        with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        listener = SignalListener()
+        # A signal that ended this process here would leave the file behind.
+        with listener.listening(), TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             path = write_gguf(model, Path(directory), name="MiniMind", tokenizer="ids", dtype="float16")
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_PROCESS), str(path), *map(str, numbers)],
@@ -129,6 +133,8 @@ class LlamaCppModel:
             self._stop = weakref.finalize(self, _end, self._process)
             assert self._process.stdout is not None
             self._address = next((line.strip() for line in self._process.stdout if line.startswith("http")), None)
+        if listener.number:
+            signal.raise_signal(listener.number)
         if self._address is None:
             raise UserError(f"llama.cpp did not start: its process ended with status {self._process.wait()}.")
         self._check(model)

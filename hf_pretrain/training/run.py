@@ -343,9 +343,7 @@ def _set_generation_defaults(trainer: "RunTrainer") -> None:
         model.generation_config.do_sample = False
     # Every other training turns a base model into a chat model, and a chat model keeps its own defaults. Without a
     # record of its training, a model that does not sample counts as a base model.
-    elif not model.generation_config.do_sample and (
-        data_kind == "conversations" or model.generation_config.do_sample is False
-    ):
+    elif (samples := model.generation_config.do_sample) is False or samples is None and data_kind == "conversations":
         # Servers respect the temperature of a request only if sampling is on.
         model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
 

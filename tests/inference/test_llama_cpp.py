@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from hf_pretrain.inference.llama_cpp import NUM_SEQUENCES, EngineEnded, LlamaCpp
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights import gguf
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from tests.invariants.launching import cpu_environment
+from tests.invariants.launching import ROOT, cpu_environment
 from tests.talking import SUM
 from tests.weights.test_gguf import MODELS, build
 
@@ -216,7 +217,7 @@ def test_a_process_that_ends_is_reported(model, tokenizer):
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_an_answer_that_breaks_off_is_no_answer(endless, is_stream):
-    """The kernel kills llama.cpp when memory is out. The answer would take half a minute."""
+    """The kernel kills llama.cpp when memory is out. The answer would take a minute."""
     engine, ids = LlamaCppModel(MiniMindForCausalLM.from_pretrained(endless).eval()), torch.tensor([[234]])
 
     class Killer(BaseStreamer):
@@ -231,7 +232,7 @@ def test_an_answer_that_breaks_off_is_no_answer(endless, is_stream):
     if not is_stream:
         timer.start()
     with pytest.raises(EngineEnded, match="llama.cpp has ended with status -9."):
-        engine.generate(ids, torch.ones_like(ids), max_new_tokens=4000, streamer=Killer() if is_stream else None)
+        engine.generate(ids, torch.ones_like(ids), max_new_tokens=8000, streamer=Killer() if is_stream else None)
 
 
 def test_a_damaged_answer_is_no_answer(engine, tokenizer, monkeypatch):
@@ -246,6 +247,19 @@ def test_a_damaged_answer_is_no_answer(engine, tokenizer, monkeypatch):
 
 class Response(io.BytesIO):
     status = 200
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_file_is_written_leaves_nothing_behind(endless, tmp_path):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        words = ["--model_name_or_path", str(endless), "--use_cpu", "--prompt", "two", "--max_new_tokens", "1"]
+        command = [sys.executable, str(ROOT / "recipes/chat.py"), *words]
+        with subprocess.Popen(command, env=cpu_environment() | {"TMPDIR": str(tmp_path)}) as process:
+            while not [*tmp_path.glob("*/model.gguf")]:
+                assert process.poll() is None
+                time.sleep(0.005)
+            process.send_signal(number)
+        assert process.returncode == -number and [*tmp_path.glob("tmp*")] == []
 
 
 def test_a_process_that_does_not_start_is_reported(model, monkeypatch, tmp_path):

@@ -328,9 +328,9 @@ def test_a_server_whose_engine_is_killed_says_so(endless, monkeypatch):
         client.served = str(endless)
         assert send(client, "/health").json() == {"status": "ok"}
         (engine,) = set(psutil.Process().children()) - others
-        whole = threads.submit(ask, client, SUM[:1], max_tokens=4000)
+        whole = threads.submit(ask, client, SUM[:1], max_tokens=8000)
         with pytest.raises(openai.APIError, match="llama.cpp has ended with status -9"):
-            for number, _ in enumerate(ask(client, SUM[:1], stream=True, max_tokens=4000)):
+            for number, _ in enumerate(ask(client, SUM[:1], stream=True, max_tokens=8000)):
                 if number == 20:
                     engine.kill()
         with pytest.raises(openai.InternalServerError, match="llama.cpp has ended with status -9") as caught:
@@ -362,33 +362,36 @@ def test_commands_whose_engine_is_killed_end_with_an_error(endless, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "two"}\n' * 3)
     port = free_port()
     words = {
-        "chat --prompt": ["chat.py", "--prompt", "two", "--max_new_tokens", "4000"],
-        "chat": ["chat.py", "--max_new_tokens", "4000"],
-        "generate": ["generate.py", "--input", "prompts.jsonl", "--output", "out.jsonl", "--max_new_tokens", "4000"],
+        "chat --prompt": ["chat.py", "--prompt", "two", "--max_new_tokens", "8000"],
+        "chat": ["chat.py", "--max_new_tokens", "8000"],
+        "generate": ["generate.py", "--input", "prompts.jsonl", "--output", "out.jsonl", "--max_new_tokens", "8000"],
         "serve": ["serve.py", "--port", str(port)],
     }
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes, processes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), {}
     for name, (recipe, *flags) in words.items():
         command = [sys.executable, str(ROOT / "recipes" / recipe), "--model_name_or_path", str(endless), "--use_cpu"]
-        with subprocess.Popen([*command, *flags], env=cpu_environment(), cwd=tmp_path, text=True, **pipes) as process:
-            try:
-                if name == "chat":
-                    process.stdin.write("two\nthree\n")
-                    process.stdin.flush()
-                # The answer has begun, or the server listens.
-                seen = {"generate": (process.stderr, "generating"), "serve": (process.stdout, "Serving")}
-                stream, text = seen.get(name, (process.stdout, "so it is,so it is,"))
-                read = ""
-                while text not in read:
-                    assert (letter := stream.read(1)), process.stderr.read()
-                    read += letter
-                find_engine(psutil.Process(process.pid)).kill()
-                rest = process.communicate(timeout=120)[1]
-                assert process.returncode == 2, name
-                assert re.search(r"^error: llama.cpp has ended with status -9\.", rest, re.M), (name, rest)
-                assert "Traceback" not in rest
-            finally:
-                process.kill()
+        options = {"env": cpu_environment(), "cwd": tmp_path, "text": True}
+        processes[name] = subprocess.Popen([*command, *flags], **options, **pipes)
+    try:
+        processes["chat"].stdin.write("two\nthree\n")
+        processes["chat"].stdin.flush()
+        for name, process in processes.items():
+            # The answer has begun, or the server listens.
+            seen = {"generate": (process.stderr, "generating"), "serve": (process.stdout, "Serving")}
+            stream, text = seen.get(name, (process.stdout, "so it is,so it is,"))
+            read = ""
+            while text not in read:
+                assert (letter := stream.read(1)), process.stderr.read()
+                read += letter
+            find_engine(psutil.Process(process.pid)).kill()
+            rest = process.communicate(timeout=120)[1]
+            assert process.returncode == 2, (name, rest)
+            assert re.search(r"^error: llama.cpp has ended with status -9\.", rest, re.M), (name, rest)
+            assert "Traceback" not in rest
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 

@@ -7,6 +7,7 @@ import pty
 import re
 import runpy
 import shutil
+import signal
 import sys
 
 import pytest
@@ -216,6 +217,34 @@ def test_a_terminal_has_arrow_keys_earlier_lines_and_texts_of_several_lines(chat
         while asked is not None and f"asked {asked!r}\r\n".encode() not in seen:
             seen += os.read(terminal, 1000)
         seen = seen.rpartition(b"asked ")[2]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal and GNU readline")
+def test_ctrl_c_clears_what_is_typed_and_ends_the_chat_in_an_empty_line(chat, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(chat, "ask", lambda text: print(f"asked {text!r}", flush=True))
+    child, terminal = pty.fork()
+    if not child:
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        chat.talk()
+        os._exit(0)
+
+    def type_after(expected: bytes, typed: bytes):
+        seen = b""
+        while expected not in seen:
+            seen += os.read(terminal, 1000)
+        os.write(terminal, typed)
+
+    # The terminal drops what nobody has read when it sends the signal, so wait for its echo.
+    type_after(b"> ", b"half")
+    type_after(b"half", b"\x03")
+    type_after(b"> ", b'"""one\r')
+    type_after(b"... ", b"\x03")
+    type_after(b"> ", b"whole\r")
+    type_after(b"asked 'whole'\r\n", b"")
+    type_after(b"> ", b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
