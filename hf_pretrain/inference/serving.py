@@ -149,7 +149,7 @@ class _TrainedEncoding(PreTrainedTokenizerFast):
         return _as_batch(encode_documents([text], self.original)[0][:-1])
 
     def parse_response(self, response: Any, *args: Any, **options: Any) -> Any:
-        return super().parse_response(response.cut(self.decode(response.tokens)), *args, **options)
+        return super().parse_response(response.cut(self.decode(response.token_ids)), *args, **options)
 
     def apply_chat_template(self, conversation: Any, tools: Any = None, **options: Any) -> Any:  # type: ignore[override]
         return _as_batch(encode_prompt(self.original, conversation, tools, options.get("enable_thinking")))
@@ -230,12 +230,12 @@ class _Answer(BaseStreamer):
         # NOTE: transformers looks for them in the texts of single tokens, so it misses letters of several ones.
         self.stops, config.stop_strings = config.stop_strings or [], None
         self.loop, self.queue = asyncio.get_running_loop(), _Pieces()
-        self.tokens: list[int] = []
+        self.token_ids: list[int] = []
         self.held = ""
         self.send([] if parser is None else response_events_to_chunks(parser.initial_events))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.token_ids)
 
     total_tokens = property(__len__)
 
@@ -258,8 +258,8 @@ class _Answer(BaseStreamer):
         """Send the text of a new token, `(1,)`. transformers calls this with the prompt first, `(1, seq_len)`."""
         if value.dim() > 1:
             return
-        self.tokens += value.tolist()
-        text = self.held + (self.decoder.step(self.tokenizer, self.tokens[-1]) or "")
+        self.token_ids += value.tolist()
+        text = self.held + (self.decoder.step(self.tokenizer, self.token_ids[-1]) or "")
         if (shown := self.cut(text)) != text:
             # It has not reached the limit.
             self.held, self.config.max_new_tokens = "", None
@@ -322,8 +322,8 @@ async def _answer(self: Any, model: Any, processor: Any, inputs: Any, config: An
     else:
         # llama.cpp is faster without a stream.
         output = await asyncio.wrap_future(submit(model.generate, **inputs, generation_config=config))
-        answer.tokens = output[0, inputs["input_ids"].shape[-1] :].tolist()
-    text = processor.decode(answer.tokens, skip_special_tokens=True)
+        answer.token_ids = output[0, inputs["input_ids"].shape[-1] :].tolist()
+    text = processor.decode(answer.token_ids, skip_special_tokens=True)
     return answer.cut(text), inputs["input_ids"].shape[-1], answer
 
 
