@@ -99,7 +99,7 @@ def serve_model(
 
     def load_engine(*args: Any, **kwargs: Any) -> Any:
         engines.append(with_engine(load(*args, **kwargs).eval(), engine, num_sequences=NUM_SEQUENCES))
-        return engines[0]
+        return engines[-1]
 
     model_manager.transformers.MiniMindForCausalLM = SimpleNamespace(from_pretrained=load_engine)
     # NOTE: the server has no limits, and no options to set any.
@@ -107,7 +107,8 @@ def serve_model(
     # Not in the main thread: there, uvicorn would let SIGTERM wait for the end of all answers.
     path = name if files is None else files.name
     serve = Serve(path, host=host, port=port, non_blocking=True, log_level="warning", **options)
-    serve.engine = engines[0]
+    # The server itself loads a model of another class.
+    serve.engine = engines[-1] if engines else None
     if files is not None:
         # The server has read them.
         files.cleanup()
