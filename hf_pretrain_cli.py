@@ -339,6 +339,15 @@ def show(stage: str, words: list[str]) -> None:
 
 
 def main() -> None:
+    try:
+        _run()
+    except KeyboardInterrupt:
+        # The launchers are imported in this process. The status tells the shell that the user has interrupted it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+
+
+def _run() -> None:
     stage, *words = sys.argv[1:] or ["help"]
     if os.name == "posix" and stage not in STAGES + TOOLS:
         # Let `| head` end this command without a message.

@@ -7,8 +7,11 @@ other name is imported on its first use.
 
 import gc
 import os
+import signal
+import sys
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 
 from .runtime.signals import launcher, watch_launcher
 
@@ -22,6 +25,12 @@ watch_launcher(launcher())
 # when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# Ctrl-C ends a recipe without a traceback of what it imports here. Other programs keep their handler.
+_HERE = Path(__file__).resolve().parent
+_IS_RECIPE = Path(sys.argv[0]).resolve().parent in (_HERE / "recipes", _HERE.parent / "recipes")
+if _IS_RECIPE and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # torch and transformers create about a million objects that live until the process ends. The garbage collector would
 # search all of them again and again: a quarter of the time until a run begins.

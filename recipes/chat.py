@@ -23,6 +23,7 @@ from hf_pretrain.inference.terminal_chat import AUTO_PROMPTS, Chat
 from hf_pretrain.inference.tools import offer_tools
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.package_models import package_model
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.training.minimind_flags import translate_minimind
 
@@ -36,7 +37,9 @@ def main(args: argparse.Namespace) -> None:
     # As in MiniMind, `--auto` asks each question by itself.
     settings["num_turns"] = 0 if args.auto and args.history is None else args.history
     chat = Chat(model, tokenizer, sampling_options(args), is_raw=args.raw, **settings)
-    title = f"{args.model_name_or_path}{', a base model: it continues your text' if args.raw else ''}"
+    published = package_model(args.model_name_or_path)
+    about = ", a base model: it continues your text" if args.raw else f", {published.about}" if published else ""
+    title = f"{args.model_name_or_path}{about}"
     if args.auto:
         for prompt in AUTO_PROMPTS:
             print(f"> {prompt}")

@@ -39,7 +39,7 @@ from hf_pretrain.training.minimind_flags import translate_minimind
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.inference.inference_arguments import THINK, add_model_flags
-    from hf_pretrain.inference.serving import check_ports, serve_model, stop_servers, wait_for_server
+    from hf_pretrain.inference.serving import check_ports, serve_model, wait_for_servers
     from hf_pretrain.inference.tools import offer_tools
 
 
@@ -70,9 +70,7 @@ def main(args: argparse.Namespace) -> None:
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
         where = {"host": args.host, "port": args.web_port, "hosts": hosts, "language": args.language}
         open_page(endpoints, **where, thinking=thinking is not False, tools=tools)
-        stop_servers(servers)
-    else:
-        wait_for_server()
+    wait_for_servers(servers)
 
 
 def make_parser() -> RecipeParser:

@@ -104,3 +104,25 @@ def save_rambler(path: Path, talker: Path, *, hidden_size: int = 512, num_hidden
     model.generation_config.suppress_tokens = sorted(tokenizer.added_tokens_decoder)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def save_speaker(path: Path, talker: Path, start: int, text: str, *, is_endless: bool = False, **sizes) -> None:
+    """
+    Save a model that says `text` after the token `start`, on every machine: the embedding of a token holds its place,
+    and the head gives the next token. If it `is_endless`, the text begins again at its end.
+    """
+    tokenizer = load_tokenizer(talker)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len({start, *ids}) == len(ids) + 1, tokenizer.convert_ids_to_tokens(ids)
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig.from_pretrained(talker, tie_word_embeddings=False, **sizes))
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.model.embed_tokens.weight.data.zero_()
+    model.lm_head.weight.data.zero_()
+    for place, (token, following) in enumerate(zip([start, *ids], [*ids, ids[0] if is_endless else 2], strict=True)):
+        model.model.embed_tokens.weight.data[token, place] = 1.0
+        model.lm_head.weight.data[following, place] = 4.0
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -68,7 +68,7 @@ class RunFacts:
         return [name.repo_id for name in names if not name.is_embedded]
 
 
-def _hub_id(name: str | None) -> str | None:
+def hub_id(name: str | None) -> str | None:
     """Return the Hub id of a model, without the file that its name may contain; `None` for a local path."""
     if (packaged := package_model(name)) is not None:
         return packaged.hub_id
@@ -81,7 +81,7 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
     the cards and records of the directories between tell, and the given licence, or that of the published model.
     """
     seen: set[str] = set()
-    while name is not None and _hub_id(name) is None and name not in seen:
+    while name is not None and hub_id(name) is None and name not in seen:
         seen.add(name)
         # A checkpoint lies in the directory of its run, and a file beside its card.
         places = [Path(name), Path(name).parent]
@@ -90,14 +90,14 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
                 if found := metadata_load(path):
                     base = found.get("base_model")
                     # peft writes paths of this machine into its cards.
-                    base = _hub_id(base) if isinstance(base, str) else base
+                    base = hub_id(base) if isinstance(base, str) else base
                     return {"license": license or found.get("license"), "base_model": base}
         launches = [launch for place in places for launch in read_launches(place) if "arguments" in launch]
         launch = ([{"arguments": {}}] + launches)[-1]
         base = launch["arguments"].get("model_name_or_path")
         name = str(Path(launch.get("directory", ""), base)) if base and is_local(base) else base
     known = {model.hub_id: model.license for model in PACKAGE_MODELS.values()}
-    return {"license": license or known.get(_hub_id(name)), "base_model": _hub_id(name)}
+    return {"license": license or known.get(hub_id(name)), "base_model": hub_id(name)}
 
 
 def format_run_card(

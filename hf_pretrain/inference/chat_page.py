@@ -309,8 +309,8 @@ def open_page(
     endpoints: list[Endpoint], *, host: str, port: int, hosts: list[str], language: str | None, **options: Any
 ) -> None:
     """
-    Serve the page of [`make_page`] for models that are served already, until the user stops it with Ctrl-C. It answers
-    under the names `hosts` ([`~inference.serving.HostGuard`]).
+    Serve the page of [`make_page`] for models that are served already, in another thread. It answers under the names
+    `hosts` ([`~inference.serving.HostGuard`]).
     """
     # A proxy for the internet knows no servers of this machine.
     for name in ("NO_PROXY", "no_proxy"):
@@ -322,6 +322,8 @@ def open_page(
         server_name=host,
         server_port=port,
         quiet=True,
+        # The main thread waits for the models' servers.
+        prevent_thread_lock=True,
         inbrowser=sys.stdout.isatty(),
         theme=THEME,
         css=_CSS,

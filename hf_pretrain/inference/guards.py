@@ -108,9 +108,11 @@ ROUTES: dict[str, type[_Fields]] = {"/v1/chat/completions": ChatFields, "/v1/com
 MISTAKES = (ValueError, TypeError, LookupError, AttributeError, TemplateError)
 
 
-def refuse(_: Any, error: Exception) -> JSONResponse:
+def refuse(_: Any, error: BaseException) -> JSONResponse:
     """Return the response to a request that raises an error, in the form of OpenAI's API."""
-    status, param = 400 if isinstance(error, MISTAKES) else 500, None
+    # A `ConnectionError` means that llama.cpp has ended.
+    status = 503 if isinstance(error, ConnectionError) else 400 if isinstance(error, MISTAKES) else 500
+    param = None
     message = f"The request cannot be answered: {type(error).__name__}: {error}"
     if isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
@@ -192,7 +194,17 @@ class RequestGuard:
             # Later calls wait for the client to disconnect, as the application expects.
             return checked.pop() if checked else await receive()
 
-        await self.app(scope, replay, _ending_streams(send))
+        stream, end = _OpenStream(send), b"[DONE]"
+        try:
+            await self.app(scope, replay, stream)
+        except Exception as error:
+            if not stream.has_begun:
+                raise
+            # NOTE: Starlette raises another error from one that comes after the first piece.
+            end = bytes(refuse(None, error.__cause__ or error).body)
+        if stream.has_begun:
+            # As OpenAI's streams end, which some clients wait for.
+            await send({"type": "http.response.body", "body": b"data: " + end + b"\n\n"})
 
     def _check_fields(self, path: str, body: bytes) -> dict[str, Any]:
         """Return the fields of a request without those that change nothing."""
@@ -221,19 +233,18 @@ class RequestGuard:
         return defaults | fields
 
 
-def _ending_streams(send: Send) -> Send:
-    """Let a stream end as OpenAI's do, which some clients wait for. One that breaks off has no such end."""
-    is_stream = False
+class _OpenStream:
+    """Send messages of an ASGI application, but leave the end of a stream to the caller."""
 
-    async def send_with_end(message: Message) -> None:
-        nonlocal is_stream
+    def __init__(self, send: Send):
+        self.send, self.has_begun = send, False
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
-        elif is_stream and not message.get("more_body"):
-            message = {**message, "body": message.get("body", b"") + b"data: [DONE]\n\n"}
-        await send(message)
-
-    return send_with_end
+            self.has_begun = Headers(raw=message["headers"]).get("content-type", "").startswith("text/event-stream")
+        elif self.has_begun:
+            message = {**message, "more_body": True}
+        await self.send(message)
 
 
 async def _read(request: Request) -> bytes:

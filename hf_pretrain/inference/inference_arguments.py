@@ -12,10 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from ..checkpoints.directory import find_newest_run
 from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.errors import UserError
-from ..runtime.package_models import package_model
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
-from ..weights.adapters import adapter_base, is_adapted, merge_adapter
+from ..weights.adapters import is_adapted, merge_adapter
 from ..weights.foreign_configs import DEFAULT_SAMPLING, own_sampling
 from ..weights.model_arguments import ModelArguments, load_model
 from .llama_cpp import LlamaCppModel
@@ -85,9 +84,7 @@ def load_for_inference(
     # The loader leaves the model on the CPU, because a trainer would move it.
     if torch.accelerator.is_available() and not args.use_cpu:
         model.to(torch.accelerator.current_accelerator())
-    published = package_model(adapter_base(name) or name)
-    own = own_sampling(model.generation_config) | ({"temperature": published.temperature} if published else {})
-    for setting, value in (DEFAULT_SAMPLING | own).items():
+    for setting, value in (DEFAULT_SAMPLING | own_sampling(model.generation_config)).items():
         if vars(args)[setting] is None:
             setattr(args, setting, value)
     args.think = THINK[args.think]

@@ -11,14 +11,14 @@ import json
 import math
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +26,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
+from ..runtime.signals import SignalListener
 from ..weights.exporting import choose_layout
 from ..weights.gguf import id_text, write_gguf
 
@@ -47,6 +48,10 @@ _TOLERANCE = 0.05
 _KNOWN_FIELDS = {"bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
 _KNOWN_FIELDS |= {"temperature", "top_k", "top_p", "repetition_penalty", "sequence_bias", "stop_strings", "use_cache"}
 _KNOWN_FIELDS |= {"transformers_version", "_from_model_config", "output_attentions", "output_hidden_states"}
+
+
+class EngineEnded(UserError, ConnectionError):
+    """llama.cpp has ended, or has broken off an answer."""
 
 
 class _Room:
@@ -114,7 +119,9 @@ class LlamaCppModel:
         numbers = (self._room.size, num_sequences, torch.get_num_threads())
         # Other programs of this machine, and web pages, do not know the key.
         self._key = secrets.token_hex()
-        with TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        listener = SignalListener()
+        # A signal that ended this process here would leave the file behind.
+        with listener.listening(), TemporaryDirectory(ignore_cleanup_errors=True) as directory:
             path = write_gguf(model, Path(directory), name="MiniMind", tokenizer="ids", dtype="float16")
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_PROCESS), str(path), *map(str, numbers)],
@@ -126,6 +133,8 @@ class LlamaCppModel:
             self._stop = weakref.finalize(self, _end, self._process)
             assert self._process.stdout is not None
             self._address = next((line.strip() for line in self._process.stdout if line.startswith("http")), None)
+        if listener.number:
+            signal.raise_signal(listener.number)
         if self._address is None:
             raise UserError(f"llama.cpp did not start: its process ended with status {self._process.wait()}.")
         self._check(model)
@@ -137,7 +146,6 @@ class LlamaCppModel:
         *,
         generation_config: GenerationConfig | None = None,
         streamer: BaseStreamer | None = None,
-        tokenizer: PreTrainedTokenizerFast | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """
@@ -149,10 +157,12 @@ class LlamaCppModel:
                 left; with a `streamer` a single one.
             generation_config (`GenerationConfig`, *optional*), options: the length of the answers and the sampling; by
                 default those of the model.
-            tokenizer ([`PreTrainedTokenizerFast`], *optional*): finds `stop_strings`.
 
         Returns:
             `torch.LongTensor` of shape `(batch_size, seq_len + num_new_tokens)`, padded on the right.
+
+        Raises:
+            `EngineEnded`: if llama.cpp ends before the answers do. A streamer has got their beginning.
         """
         config = copy.deepcopy(generation_config or self.generation_config)
         config.update(**options)
@@ -161,14 +171,14 @@ class LlamaCppModel:
         answers: list[list[int]] = [[]]
         if streamer is not None:
             streamer.put(input_ids)
-            for token in self._tokens(prompts[0], seeds[0], config, tokenizer, is_stream=True):
+            for token in self._tokens(prompts[0], seeds[0], config, is_stream=True):
                 answers[0].append(token)
                 streamer.put(torch.tensor([token]))
             streamer.end()
         else:
             with ThreadPoolExecutor(NUM_SEQUENCES) as pool:
                 try:
-                    runs = pool.map(lambda ids, seed: [*self._tokens(ids, seed, config, tokenizer)], prompts, seeds)
+                    runs = pool.map(lambda ids, seed: [*self._tokens(ids, seed, config)], prompts, seeds)
                     answers = list(runs)
                 except KeyboardInterrupt:
                     # The threads end with the process.
@@ -179,13 +189,7 @@ class LlamaCppModel:
         return torch.cat([input_ids, torch.tensor(padded, dtype=torch.long)], dim=1)
 
     def _tokens(
-        self,
-        prompt: list[int],
-        seed: int,
-        config: GenerationConfig,
-        tokenizer: PreTrainedTokenizerFast | None,
-        *,
-        is_stream: bool = False,
+        self, prompt: list[int], seed: int, config: GenerationConfig, *, is_stream: bool = False
     ) -> Iterator[int]:
         """Yield the tokens of an answer, the stop token included. A stream ends with the iterator."""
         length = config.max_new_tokens or self.config.max_position_embeddings - len(prompt)
@@ -203,22 +207,16 @@ class LlamaCppModel:
         options |= default | {name: value for name, value in given.items() if value is not None}
         stop = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         options["stop"] = [id_text(token) for token in stop if token is not None]
-        strings = config.stop_strings or ()
-        # Each token holds at least one byte of a string, and a letter at most four.
-        tail: deque[int] = deque(maxlen=4 * max(map(len, strings), default=0) + 4)
-        options |= {"stream": is_stream or bool(strings), "return_tokens": True}
+        options |= {"stream": is_stream, "return_tokens": True}
         with self._room.taken(len(prompt) + length):
-            for token in itertools.chain.from_iterable(c["tokens"] for c in self._post(prompt=prompt, **options)):
-                yield token
-                tail.append(token)
-                if tokenizer is not None and any(string in tokenizer.decode(list(tail)) for string in strings):
-                    return
+            yield from itertools.chain.from_iterable(c.get("tokens", ()) for c in self._post(prompt=prompt, **options))
 
     def _post(self, **content: Any) -> Iterator[dict[str, Any]]:
         """Yield the parts of the server's response; the whole response if it is no stream."""
         assert self._address is not None
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         connection = HTTPConnection(self._address.removeprefix("http://"))
+        part: dict[str, Any] = {}
         try:
             connection.request("POST", "/completion", json.dumps(content), headers)
             response = connection.getresponse()
@@ -226,11 +224,26 @@ class LlamaCppModel:
                 raise RuntimeError(f"llama.cpp refused a request: {response.read().decode()}")
             for line in response:
                 if line.startswith((b"data: {", b"{")):
-                    yield json.loads(line.removeprefix(b"data: "))
-        except (OSError, HTTPException) as error:
-            raise ConnectionError(f"llama.cpp has ended. Start this command again. The cause: {error!r}") from error
+                    part = json.loads(line.removeprefix(b"data: "))
+                    yield part
+        except (OSError, HTTPException, ValueError) as error:
+            # A line that breaks off is no JSON.
+            part = {"error": repr(error)}
         finally:
             connection.close()
+        # NOTE: `http.client` takes the end of a connection for the end of the response.
+        if not part.get("stop"):
+            # The process may still be ending.
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self.check_process()
+            raise EngineEnded(f"llama.cpp broke off an answer: {part}. Start this command again.")
+
+    def check_process(self) -> None:
+        """Raise `EngineEnded` if llama.cpp's process has ended."""
+        if (status := self._process.poll()) is not None:
+            advice = "Start this command again. If memory has run out (status -9), use a smaller model."
+            raise EngineEnded(f"llama.cpp has ended with status {status}. {advice}")
 
     @torch.no_grad()
     def _check(self, model: PreTrainedModel) -> None:

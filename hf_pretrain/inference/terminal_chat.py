@@ -172,6 +172,11 @@ class Chat:
         except KeyboardInterrupt:
             # Show the text that the streamer still holds back.
             streamer.end()
+        except ConnectionError:
+            # llama.cpp has ended. The message stands in a line of its own, below the beginning of the answer.
+            streamer.end()
+            streamer.write("\n")
+            raise
 
     def run_command(self, line: str) -> str:
         """Run a line that begins with a slash, and return the reply to the user."""
@@ -215,6 +220,8 @@ class Chat:
             except (EOFError, KeyboardInterrupt):
                 print()
                 return
+            if line is None:
+                continue
             if line.strip() in ("/exit", "/quit"):
                 return
             try:
@@ -222,6 +229,8 @@ class Chat:
                     print(self.run_command(line.strip()))
                 else:
                     self.ask(line)
+            except ConnectionError:
+                raise
             except (ValueError, OSError) as error:
                 print(error)
 
@@ -235,14 +244,25 @@ def _edit_lines() -> None:
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-def _read_text() -> str:
-    """Return the line that the user types, or all lines between two `\"\"\"`."""
-    text = input("> ")
-    if not text.startswith(QUOTES):
-        return text
-    text = text.removeprefix(QUOTES)
-    while not text.rstrip().endswith(QUOTES):
-        text += "\n" + input("... ")
+def _read_text() -> str | None:
+    """
+    Return the line that the user types, or all lines between two `\"\"\"`; `None` after Ctrl-C, which clears them. In
+    an empty line it raises.
+    """
+    text = ""
+    try:
+        text = input("> ")
+        if not text.startswith(QUOTES):
+            return text
+        text = text.removeprefix(QUOTES)
+        while not text.rstrip().endswith(QUOTES):
+            text += "\n" + input("... ")
+    except KeyboardInterrupt:
+        # Windows has no `readline`.
+        if not text and not ("readline" in sys.modules and sys.modules["readline"].get_line_buffer()):
+            raise
+        print()
+        return None
     return text.rstrip().removesuffix(QUOTES).strip("\n")
 
 

@@ -34,8 +34,9 @@ class PackageModel:
         sha256 (`str`): the digest of the wheel.
         hub_id (`str`): the model's name on the Hub, for cards.
         license (`str`): its licence, for cards.
-        temperature (`float`, defaults to 0.8): the default of `chat`.
-        repetition_penalty (`float`, defaults to 1.0): that of the model's generation config.
+        about (`str`): what a user must know before the first question, for `chat`.
+        temperature (`float`), repetition_penalty (`float`): those of the model's generation config. What is trained
+            from it takes them along.
     """
 
     distribution: str
@@ -44,8 +45,9 @@ class PackageModel:
     sha256: str
     hub_id: str
     license: str
-    temperature: float = 0.8
-    repetition_penalty: float = 1.0
+    about: str
+    temperature: float
+    repetition_penalty: float
 
     def find(self) -> Path:
         """
@@ -96,8 +98,10 @@ PACKAGE_MODELS = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         license="apache-2.0",
-        # In blocks of four bits, this model is too uncertain of its first token: it answers in another language.
-        temperature=0.0,
+        about="it speaks English only",
+        # In blocks of four bits, this model is too uncertain of its first token: it answers in another language. So it
+        # takes the most probable one. NOTE: transformers has no temperature of 0, and without one, Ollama takes 0.8.
+        temperature=1e-4,
         # The greedy answers of this model loop without it, as docs/performance.md shows.
         repetition_penalty=1.1,
     )

@@ -11,12 +11,13 @@ from transformers import TrainerState
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..hub.model_card import RunFacts
+from ..hub.model_card import RunFacts, hub_id
 from ..model.presets import PRESETS
 from ..reports.metrics import HEADLINES, Metric, named_figures
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..reports.texts import format_rows, translation
 from ..runtime.errors import find_program
+from ..runtime.package_models import PACKAGE_MODELS
 from ..runtime.stages import STAGES
 from .run_directory import RunDirectory
 from .training_arguments import LMTrainingArguments, optimizer_name
@@ -79,9 +80,14 @@ def next_commands(args: LMTrainingArguments, facts: RunFacts) -> list[tuple[str,
         return [("Next stage", shlex.join([program, "grpo", "--rewards", output_dir, *policy]))]
     model = ["--model_name_or_path", output_dir]
     commands = [("Talk to it", [program, "chat", *model])]
-    if stage is not None:
-        preset = Path(args.config).parent.name if args.config else None
-        words = ["--preset", preset] if preset in PRESETS else []
+    preset = Path(args.config).parent.name if args.config else None
+    words = ["--preset", preset] if preset in PRESETS or preset in PACKAGE_MODELS else []
+    if facts.recipe == "sft" and (preset in PACKAGE_MODELS or hub_id(facts.base_model) is not None):
+        # A published chat model, which has learnt facts.
+        more = [*words, *model, "--dataset_name", "your/facts.jsonl", "--output_dir", f"{output_dir}-more"]
+        gguf = ["--from", output_dir, "--to", f"{output_dir}-gguf", "--format", "gguf", "--dtype", "q8_0"]
+        commands += [("Teach it more", [program, "sft", *more]), ("Export it", [program, "convert", *gguf])]
+    elif stage is not None:
         # out/pretrain-tiny comes before out/sft-tiny, as the presets and `make` name them.
         beside = Path(output_dir).with_name(stage + Path(output_dir).name.removeprefix(facts.recipe))
         is_named = Path(output_dir).name.startswith(f"{facts.recipe}-") and beside != Path(output_dir)

@@ -354,9 +354,9 @@ def _set_generation_defaults(trainer: "RunTrainer") -> None:
         # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.do_sample = False
-    # Training on preferences or tasks turns a base model into a chat model, and a chat model keeps its own defaults.
-    # Without a record of its training, a model that does not sample counts as a base model.
-    elif data_kind == "conversations" or model.generation_config.do_sample is False:
+    # Every other training turns a base model into a chat model, and a chat model keeps its own defaults. Without a
+    # record of its training, a model that does not sample counts as a base model.
+    elif (samples := model.generation_config.do_sample) is False or samples is None and data_kind == "conversations":
         # Servers respect the temperature of a request only if sampling is on.
         model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
 

@@ -101,6 +101,7 @@ def load_upstream(
     # `save_pretrained` writes the dtype of the config, which still holds the one from before the cast.
     model.config.dtype = model.dtype
     if packaged is not None:
+        published |= {"do_sample": True, "temperature": packaged.temperature}
         published["repetition_penalty"] = packaged.repetition_penalty
     _take_generation_config(model, published)
     shown = ", ".join(f"{name}={value}" for name, value in (given | inferred).items())

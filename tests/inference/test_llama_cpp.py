@@ -1,12 +1,16 @@
 """Answers by llama.cpp, beside those of `generate` of transformers with the same arguments."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
 import psutil
 import pytest
@@ -24,11 +28,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.inference_arguments import with_engine
-from hf_pretrain.inference.llama_cpp import NUM_SEQUENCES, LlamaCppModel
+from hf_pretrain.inference.llama_cpp import NUM_SEQUENCES, EngineEnded, LlamaCppModel
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights import gguf
 from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from tests.invariants.launching import cpu_environment
+from tests.invariants.launching import ROOT, cpu_environment
 from tests.talking import SUM
 from tests.weights.test_gguf import MODELS, build
 
@@ -110,14 +114,6 @@ def test_samples_differ_and_a_seed_repeats_them(engine, tokenizer):
         torch.manual_seed(seed)
         samples += [engine.generate(**prompt, **how).tolist() for _ in range(2)]
     assert samples[:2] == samples[2:4] and samples[0] != samples[1] != samples[4] != samples[0]
-
-
-def test_stop_strings_end_an_answer_where_transformers_ends_it(model, tokenizer, engine):
-    prompt = prompt_of(tokenizer, SUM[:1])
-    how = {"max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer, "pad_token_id": 0}
-    for strings in (["is fo"], ["em", "It"], ["nothing"]):
-        expected = model.generate(**prompt, **how, stop_strings=strings).tolist()
-        assert engine.generate(**prompt, **how, stop_strings=strings).tolist() == expected
 
 
 def test_threads_and_a_streamer_that_stops_early(engine, tokenizer):
@@ -213,10 +209,57 @@ def test_other_probabilities_are_noticed(monkeypatch, kind):
 def test_a_process_that_ends_is_reported(model, tokenizer):
     engine = LlamaCppModel(model)
     engine._process.kill()
-    with pytest.raises(ConnectionError, match="llama.cpp has ended. Start this command again."):
+    with pytest.raises(ConnectionError, match="llama.cpp has ended with status -9. Start this command again."):
         engine.generate(**prompt_of(tokenizer, SUM[:1]), max_new_tokens=9)
     engine._stop()
     assert engine._process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_answer_that_breaks_off_is_no_answer(endless, is_stream):
+    """The kernel kills llama.cpp when memory is out. The answer would take a minute."""
+    engine, ids = LlamaCppModel(MiniMindForCausalLM.from_pretrained(endless).eval()), torch.tensor([[234]])
+
+    class Killer(BaseStreamer):
+        num_tokens = 0
+
+        def put(self, value):
+            self.num_tokens += 1
+            if self.num_tokens == 20:
+                engine._process.kill()
+
+    timer = threading.Timer(1, engine._process.kill)
+    if not is_stream:
+        timer.start()
+    with pytest.raises(EngineEnded, match="llama.cpp has ended with status -9."):
+        engine.generate(ids, torch.ones_like(ids), max_new_tokens=8000, streamer=Killer() if is_stream else None)
+
+
+def test_a_damaged_answer_is_no_answer(engine, tokenizer, monkeypatch):
+    """The process lives, and its response has no last part, or an error in the middle."""
+    body = b'data: {"tokens": [5], "stop": false}\n'
+    for rest in (b"", b'data: {"tokens": [6], "st', b'data: {"error": {"message": "Compute error"}}\n'):
+        monkeypatch.setattr(HTTPConnection, "getresponse", lambda self, rest=rest: Response(body + rest))
+        monkeypatch.setattr(engine._process, "wait", lambda seconds: None)
+        with pytest.raises(EngineEnded, match="llama.cpp broke off an answer: .*. Start this command again."):
+            engine.generate(**prompt_of(tokenizer, SUM[:1]), max_new_tokens=9)
+
+
+class Response(io.BytesIO):
+    status = 200
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_file_is_written_leaves_nothing_behind(endless, tmp_path):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        words = ["--model_name_or_path", str(endless), "--use_cpu", "--prompt", "two", "--max_new_tokens", "1"]
+        command = [sys.executable, str(ROOT / "recipes/chat.py"), *words]
+        with subprocess.Popen(command, env=cpu_environment() | {"TMPDIR": str(tmp_path)}) as process:
+            while not [*tmp_path.glob("*/model.gguf")]:
+                assert process.poll() is None
+                time.sleep(0.005)
+            process.send_signal(number)
+        assert process.returncode == -number and [*tmp_path.glob("tmp*")] == []
 
 
 def test_a_process_that_does_not_start_is_reported(model, monkeypatch, tmp_path):

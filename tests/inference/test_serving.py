@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import runpy
 import shutil
 import signal
@@ -28,7 +29,7 @@ from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.model_arguments import with_yarn
 from tests.invariants.launching import ROOT, cpu_environment, free_port
 from tests.serving import ask, post, send, served, texts
-from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler
+from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler, save_speaker
 
 
 openai = pytest.importorskip("openai")
@@ -234,9 +235,63 @@ def test_messages_may_hold_the_fields_that_clients_send_back(client):
     assert ask(client, messages, max_completion_tokens=1).usage.completion_tokens == 1
 
 
-def test_a_stop_string_ends_an_answer(each):
-    answer = ask(each, SUM[:1], stop=["five", "is"])
-    assert texts(answer, stream=False) == ("add them", "It is") and answer.choices[0].finish_reason == "stop"
+# Each token occurs once. Each of the three letters needs several tokens.
+SAID = "<think>Why? é€😀 rain</think>It is,so."
+
+
+@pytest.fixture(scope="module", params=["llama.cpp", "transformers"])
+def speaking(request, talker, tmp_path_factory) -> Iterator[openai.OpenAI]:
+    """Return a client for each engine of a model that says `SAID` after a line break, with which prompts end."""
+    path = tmp_path_factory.mktemp("speaker")
+    save_speaker(path, talker, load_tokenizer(talker)("\n")["input_ids"][-1], SAID)
+    with served(str(path), engine=request.param) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_before_the_first_stop_string(speaking, stream):
+    """OpenAI: the returned text will not contain the stop sequence."""
+    # Within a token, at its ends, over several tokens, parts of a letter's tokens, never, and all but the last letter.
+    stops = [
+        ["hy"],
+        ["rain"],
+        ["W"],
+        ["n</think>I"],
+        [" is,s"],
+        ["é"],
+        ["€😀"],
+        ["😀 ", "y?"],
+        ["."],
+        ["nothing", "so"],
+    ]
+    for stop in [*stops, ["nothing"], ["rainy", "It isn't"], [".."], ["so.x"], [], "is", ["s", " is"]]:
+        expected = min(
+            [SAID, *(SAID.partition(each)[0] for each in ([stop] if isinstance(stop, str) else stop))], key=len
+        )
+        options = {"prompt": "\n", "temperature": 0, "stop": stop, "stream": stream}
+        answer = speaking.completions.create(model="x", **options)
+        pieces = [part.choices[0] for part in (answer if stream else [answer])]
+        assert "".join(piece.text for piece in pieces) == expected, stop
+        assert pieces[-1].finish_reason == "stop"
+        thought, _, content = expected.removeprefix("<think>").partition("</think>")
+        answer = ask(speaking, SUM[:1], stop=stop, stream=stream)
+        # The response template drops white space at the ends.
+        assert tuple(map(str.strip, texts(answer, stream))) == (thought.strip(), content.strip()), stop
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_limit_of_an_answer_is_no_stop_string(speaking, stream):
+    """The stop string ends with the fifth token: <think> W h y ?."""
+    for limit, stop, text, reason in [
+        (4, "y?", "Why", "length"),
+        (5, "y?", "Wh", "stop"),
+        (5, "y? ", "Why?", "length"),
+    ]:
+        options = {"prompt": "\n", "temperature": 0, "max_tokens": limit, "stop": stop, "stream": stream}
+        answer = speaking.completions.create(model="x", **options)
+        *pieces, last = answer if stream else [answer]
+        assert "".join(piece.choices[0].text for piece in [*pieces, last]) == f"<think>{text}"
+        assert (last.choices[0].finish_reason, last.usage.completion_tokens) == (reason, limit)
 
 
 def test_an_answer_ends_where_the_positions_do(each):
@@ -255,6 +310,90 @@ def test_a_short_answer_does_not_wait_for_a_long_one(client):
         answers = [ask(client, SUM[:1], max_tokens=30).choices[0].message.content for _ in range(2)]
         assert answers == ["It is four."] * 2 and not long.done()
         assert long.result().usage.completion_tokens == 900
+
+
+# An engine that ends
+
+
+def find_engine(process: psutil.Process) -> psutil.Process:
+    """Return llama.cpp's process."""
+    (found,) = (child for child in process.children() if any("llama_cpp_process" in word for word in child.cmdline()))
+    return found
+
+
+def test_a_server_whose_engine_is_killed_says_so(endless, monkeypatch):
+    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+    others = set(psutil.Process().children())
+    with served(str(endless)) as client, ThreadPoolExecutor() as threads:
+        client = client.with_options(max_retries=0)
+        client.served = str(endless)
+        assert send(client, "/health").json() == {"status": "ok"}
+        (engine,) = set(psutil.Process().children()) - others
+        whole = threads.submit(ask, client, SUM[:1], max_tokens=8000)
+        with pytest.raises(openai.APIError, match="llama.cpp has ended with status -9"):
+            for number, _ in enumerate(ask(client, SUM[:1], stream=True, max_tokens=8000)):
+                if number == 20:
+                    engine.kill()
+        with pytest.raises(openai.InternalServerError, match="llama.cpp has ended with status -9") as caught:
+            whole.result()
+        assert caught.value.status_code == 503
+        for answer in (send(client, "/health"), post(client, CHAT, chat(stream=True)), post(client, CHAT, chat())):
+            assert answer.status_code == 503 and "[DONE]" not in answer.text
+            assert answer.json()["error"]["type"] == "server_error"
+
+
+def test_a_stream_that_breaks_off_has_no_end(endless, monkeypatch):
+    """Each line is JSON, also if the error has quotes."""
+    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+
+    def fail(self, **_):
+        yield {"tokens": [5], "stop": False}
+        raise RuntimeError('no "memory"')
+
+    with served(str(endless)) as client:
+        monkeypatch.setattr(LlamaCppModel, "_post", fail)
+        answer = post(client, COMPLETION, {"prompt": "\n", "stream": True})
+        *_, last = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+        assert last["error"]["message"] == 'The request cannot be answered: RuntimeError: no "memory"'
+        assert answer.status_code == 200 and "finish_reason" not in answer.text
+
+
+@pytest.mark.slow
+def test_commands_whose_engine_is_killed_end_with_an_error(endless, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "two"}\n' * 3)
+    port = free_port()
+    words = {
+        "chat --prompt": ["chat.py", "--prompt", "two", "--max_new_tokens", "8000"],
+        "chat": ["chat.py", "--max_new_tokens", "8000"],
+        "generate": ["generate.py", "--input", "prompts.jsonl", "--output", "out.jsonl", "--max_new_tokens", "8000"],
+        "serve": ["serve.py", "--port", str(port)],
+    }
+    pipes, processes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), {}
+    for name, (recipe, *flags) in words.items():
+        command = [sys.executable, str(ROOT / "recipes" / recipe), "--model_name_or_path", str(endless), "--use_cpu"]
+        options = {"env": cpu_environment(), "cwd": tmp_path, "text": True}
+        processes[name] = subprocess.Popen([*command, *flags], **options, **pipes)
+    try:
+        processes["chat"].stdin.write("two\nthree\n")
+        processes["chat"].stdin.flush()
+        for name, process in processes.items():
+            # The answer has begun, or the server listens.
+            seen = {"generate": (process.stderr, "generating"), "serve": (process.stdout, "Serving")}
+            stream, text = seen.get(name, (process.stdout, "so it is,so it is,"))
+            read = ""
+            while text not in read:
+                assert (letter := stream.read(1)), process.stderr.read()
+                read += letter
+            find_engine(psutil.Process(process.pid)).kill()
+            rest = process.communicate(timeout=120)[1]
+            assert process.returncode == 2, (name, rest)
+            assert re.search(r"^error: llama.cpp has ended with status -9\.", rest, re.M), (name, rest)
+            assert "Traceback" not in rest
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+    assert (tmp_path / "out.jsonl").read_text() == ""
 
 
 # Prompts

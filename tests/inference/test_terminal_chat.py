@@ -7,6 +7,7 @@ import pty
 import re
 import runpy
 import shutil
+import signal
 import sys
 
 import pytest
@@ -219,6 +220,33 @@ def test_a_terminal_has_arrow_keys_earlier_lines_and_texts_of_several_lines(chat
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal and GNU readline")
+def test_ctrl_c_clears_what_is_typed_and_ends_the_chat_in_an_empty_line(chat, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(chat, "ask", lambda text: print(f"asked {text!r}", flush=True))
+    child, terminal = pty.fork()
+    if not child:
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        chat.talk()
+        os._exit(0)
+
+    def type_after(expected: bytes, typed: bytes):
+        seen = b""
+        while not re.search(expected, seen, re.DOTALL):
+            seen += os.read(terminal, 1000)
+        os.write(terminal, typed)
+
+    # The terminal drops what nobody has read when it sends the signal, so wait for its echo.
+    type_after(b"> ", b"half")
+    type_after(b"half", b"\x03")
+    type_after(b"> ", b'"""one\r')
+    type_after(rb"\.\.\. ", b"\x03")
+    type_after(b"> ", b"whole\r")
+    type_after(b"asked 'whole'.*> ", b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 # Continuation
 
 
@@ -266,10 +294,10 @@ def test_the_record_of_the_run_tells_base_models(raw, tmp_path, launches, is_bas
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_base", "temperature"), [("text", True, None), ("conversations", False, 0.8), ("tasks", False, 0.5)]
+    ("kind", "is_base", "temperature"), [("text", True, None), ("conversations", False, 0.5), ("tasks", False, 0.5)]
 )
 def test_the_files_of_the_model_alone_tell_base_models(raw, tmp_path, kind, is_base, temperature):
-    """There is no `run.json`, as on the Hub. Training on tasks keeps the settings of a chat model."""
+    """There is no `run.json`, as on the Hub. Training keeps the settings of a chat model."""
     model = make_model()
     model.generation_config.update(do_sample=True, temperature=0.5, top_k=20)
     trainer = make_trainer(tmp_path / "run", make_documents(), model=model, arguments={"max_steps": 1})
@@ -325,6 +353,13 @@ def test_the_recipe_talks_with_the_newest_run(talker, tmp_path, run_recipe, monk
     assert out.startswith("out/run\n/help lists the commands.\n> thinking is off\n> ")
     assert "'/nothing' is not a command" in out and "'hot'" in out and "system: \ufffd" in out
     assert out.endswith('> (calls) get_weather {"city": "Oslo"}\n(result) rain\nIt rains in Oslo.\n[speed]\n> ')
+
+
+@pytest.mark.slow
+def test_the_banner_says_which_language_a_published_model_speaks(run_recipe):
+    words = ["--prompt", "Hello!", "--max_new_tokens", "1", "--engine", "transformers", "--use_cpu"]
+    _, err = run_recipe("--model_name_or_path", "embedded:smollm2", *words)
+    assert "embedded:smollm2, it speaks English only\n" in err
 
 
 def test_a_model_brings_its_own_sampling(talker, tmp_path):

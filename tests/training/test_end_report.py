@@ -53,6 +53,24 @@ def test_the_next_commands_lead_to_the_next_stage(recipe, data_kind, words, monk
     assert "--preset" not in next_commands(args, RunFacts(recipe=recipe, data_kind=data_kind))[1][1]
 
 
+@pytest.mark.parametrize(
+    ("preset", "base"), [("smollm2", "embedded:smollm2"), ("smollm2", "out/earlier"), (None, "Qwen/Qwen3-0.6B")]
+)
+def test_a_published_model_that_has_learnt_facts_is_exported_or_learns_more(preset, base, monkeypatch):
+    """DPO needs preferences and TRL."""
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    config = preset and str(ROOT / f"recipes/{preset}/sft.yaml")
+    args = LMTrainingArguments(output_dir="out/facts", config=config, use_cpu=True)
+    facts = RunFacts(recipe="sft", data_kind="conversations", base_model=base)
+    chat, more, export = next_commands(args, facts)
+    assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/facts")
+    start = f"--preset {preset} " * bool(preset) + "--model_name_or_path out/facts"
+    words = f"{start} --dataset_name your/facts.jsonl --output_dir out/facts-more"
+    assert more == ("Teach it more", f"hf-pretrain sft {words}")
+    gguf = "--from out/facts --to out/facts-gguf --format gguf --dtype q8_0"
+    assert export == ("Export it", f"hf-pretrain convert {gguf}")
+
+
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     # A run that no recipe has begun has no page.

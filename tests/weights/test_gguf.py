@@ -319,7 +319,10 @@ def smollm2() -> Path:
 @torch.no_grad()
 def test_a_published_model_is_that_of_transformers(smollm2):
     stock = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
-    ours = to_stock_model(load_upstream(smollm2), "llama")
+    model = load_upstream("embedded:smollm2")
+    own = {"do_sample": True, "temperature": 1e-4, "repetition_penalty": 1.1}
+    assert {name: getattr(model.generation_config, name) for name in own} == own
+    ours = to_stock_model(model, "llama")
     for name, weight in stock.state_dict().items():
         assert torch.equal(ours.state_dict()[name], weight), name
     for field in ("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "head_dim", "max_position_embeddings"):
