@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +80,7 @@ def serve_model(
     if is_quiet():
         # NOTE: transformers' server makes uvicorn log each start and request.
         std_logging.disable(std_logging.INFO)
+    _bound_answers()
     # NOTE: the server looks up the class that config.json names in its own reference to the module `transformers`.
     # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
     load: Callable[..., Any] = MiniMindForCausalLM.from_pretrained
@@ -206,5 +207,8 @@ def _bounded(generate: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-GenerateManager.generate_streaming = _bounded(GenerateManager.generate_streaming)
-GenerateManager.generate_non_streaming = _bounded(GenerateManager.generate_non_streaming)
+@cache
+def _bound_answers() -> None:
+    """Bound what all servers of this process generate, once."""
+    GenerateManager.generate_streaming = _bounded(GenerateManager.generate_streaming)
+    GenerateManager.generate_non_streaming = _bounded(GenerateManager.generate_non_streaming)

@@ -21,10 +21,6 @@ from transformers.modeling_utils import AttentionInterface
 
 # NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads.
 SHARES_KEY_HEADS = torch.__version__ >= "2.12"
-# NOTE: from capability 9.0 on, torch would leave scaled dot product attention to cuDNN. The cuDNN of torch 2.13 gave
-# NaN gradients with a mask (pytorch#196678), and wrong samples on a B200 (pytorch#193893). Every program that loads
-# the model imports this file.
-torch.backends.cuda.enable_cudnn_sdp(False)
 # The implementations that tests compare with the eager reference.
 IMPLEMENTATIONS = ("packed", "sdpa", "eager", "flex_attention")
 # Documents of at most this many tokens share one group: splitting them would cost more than their padding does.

@@ -8,6 +8,7 @@ them.
 
 import errno
 import faulthandler
+import gc
 import io
 import logging
 import os
@@ -29,7 +30,7 @@ from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError
-from .signals import interrupt
+from .signals import interrupt, launcher, watch_launcher
 from .writing import leave_reason, refused_write
 
 
@@ -172,6 +173,9 @@ def one_line_errors() -> Iterator[None]:
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
     line only if it does not, because the first rank may not have made the mistake.
     """
+    watch_launcher(launcher())
+    # The libraries' objects live until the process ends, so the garbage collector need not search them.
+    gc.freeze()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     _drop_failed_output()

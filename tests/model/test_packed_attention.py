@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_pretrain.model import packed_attention
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks
@@ -298,3 +298,21 @@ def test_the_mode_finds_what_apple_gpus_lack():
             torch.linalg.eig(torch.eye(3))
         with pytest.raises(AssertionError, match="is_causal"):
             attention(states, states, states, is_causal=True)
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "packed"])
+def test_only_this_model_leaves_out_cudnn(build_model, monkeypatch, attn_implementation):
+    """Attention itself does, because checkpointing recomputes a layer outside of the model's call."""
+    attention = build_model().to("meta").model.layers[0].self_attn
+    attention.config._attn_implementation = attn_implementation
+    found = []
+
+    def note(*args, **kwargs):
+        found.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "sdpa_attention_forward", note)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", note)
+    states = torch.zeros(1, 8, attention.config.hidden_size, device="meta")
+    attention(states, torch.zeros(1, 8, 1, attention.head_dim // 2, 2, device="meta"))
+    assert found == [(False, True)] and torch.backends.cuda.cudnn_sdp_enabled()
