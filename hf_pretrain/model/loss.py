@@ -241,7 +241,9 @@ class _CrossEntropy(NamedTuple):
 
     def differentiate(self, logits: torch.Tensor, part: slice, gradient: torch.Tensor | None) -> torch.Tensor:
         """As [`RowLoss.differentiate`], but replace what stands in `gradient`."""
-        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+        # What is compiled is one pass over the logits anyway, and each call checks its guards.
+        in_blocks = logits.device.type == "cpu" and self.compute is cross_entropy
+        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if in_blocks else len(logits)
         columns = [logits, self.targets[part], self.weights[part], *([] if gradient is None else [gradient])]
         blocks = zip(*(column.split(size) for column in columns), strict=True)
         total = sum(self.compute(*block, *([None] if gradient is None else [])) for block in blocks)
