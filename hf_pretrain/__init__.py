@@ -1,30 +1,22 @@
 """
 hf_pretrain: pretrain and fine-tune MiniMind models with the Hugging Face stack.
 
-Importing the package registers MiniMind with transformers' Auto classes. Only the model is imported at once; every
-other name is imported on its first use.
+Importing the package registers MiniMind with transformers, and changes nothing else in the process. Only the model is
+imported at once; every other name is imported on its first use.
 """
 
 import gc
-import os
 import signal
 import sys
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from .runtime.signals import launcher, watch_launcher
 
-
-# A launcher that dies during the imports below would leave its ranks alive.
-watch_launcher(launcher())
-
-# NOTE: GNU OpenMP's threads wait for the others in a loop of 300,000 turns by default, which takes the cores from
-# other processes. On two cores, three runs of the preset `tiny` at once trained at 360 to 2,110 tokens per second with
-# the default, and at 1,780 to 2,250 with 10,000 turns. A run alone trains as fast with both. OpenMP reads the variable
-# when torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+if sys.platform == "win32":
+    # NOTE: on Windows, a process that imports torch before pyarrow, which datasets needs, may end without a message
+    # (https://github.com/jingyaogong/minimind/issues/771).
+    import pyarrow  # noqa: F401
 
 # Ctrl-C ends a recipe without a traceback of what it imports here. Other programs keep their handler.
 _HERE = Path(__file__).resolve().parent
@@ -33,7 +25,8 @@ if _IS_RECIPE and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # torch and transformers create about a million objects that live until the process ends. The garbage collector would
-# search all of them again and again: a quarter of the time until a run begins.
+# search all of them again and again: a quarter of the time of the import.
+collects = gc.isenabled()
 gc.disable()
 try:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -42,8 +35,8 @@ try:
     from .model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification, MiniMindModel
     from .model.presets import PRESETS
 finally:
-    gc.freeze()
-    gc.enable()
+    if collects:
+        gc.enable()
 
 
 AutoConfig.register("minimind", MiniMindConfig, exist_ok=True)

@@ -58,14 +58,14 @@ def check_versions() -> Iterator[Finding]:
 
 def check_devices() -> Iterator[Finding]:
     """Name the GPUs and the CPU."""
-    if torch.cuda.is_available():
+    if (unused := find_unused_gpu()) is not None:
+        message, _, advice = unused.partition(". ")
+        yield Finding(BAD, "GPU", message, advice)
+    elif torch.cuda.is_available():
         names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
         yield Finding(OK, "GPU", ", ".join(names))
     elif torch.backends.mps.is_available():
         yield Finding(OK, "GPU", f"{torch.backends.mps.get_name()}, through MPS")
-    elif (unused := find_unused_gpu()) is not None:
-        message, _, advice = unused.partition(". ")
-        yield Finding(BAD, "GPU", message, advice)
     units = "with" if has_bfloat16_units("cpu") else "without"
     yield Finding(OK, "CPU", f"{os.cpu_count()} cores, {units} bfloat16 units")
 

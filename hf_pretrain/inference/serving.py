@@ -86,6 +86,7 @@ def serve_model(
     if is_quiet():
         # NOTE: transformers' server makes uvicorn log each start and request.
         std_logging.disable(std_logging.INFO)
+    GenerateManager.generate_streaming, GenerateManager.generate_non_streaming = _stream, _answer
     # NOTE: the server looks up the class that config.json names in its own reference to the module `transformers`.
     # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
     load: Callable[..., Any] = load_native_checkpoint
@@ -326,7 +327,3 @@ async def _answer(self: Any, model: Any, processor: Any, inputs: Any, config: An
         answer.token_ids = output[0, inputs["input_ids"].shape[-1] :].tolist()
     text = processor.decode(answer.token_ids, skip_special_tokens=True)
     return answer.cut(text), inputs["input_ids"].shape[-1], answer
-
-
-GenerateManager.generate_streaming = _stream
-GenerateManager.generate_non_streaming = _answer

@@ -3,11 +3,13 @@ One layer of the decoder: RMSNorm, attention with rotary positions, and the resi
 stands in `mlp.py`.
 """
 
+from contextlib import nullcontext
 from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -24,6 +26,10 @@ from .rotary import apply_rotary_pos_emb
 
 # NOTE: transformers 5.24 renamed the argument and the output field `past_key_values` to `cache`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(MoeModelOutputWithPast)} else "past_key_values"
+
+# NOTE: all but cuDNN, which torch would prefer from capability 9.0 on. The cuDNN of torch 2.13 gave NaN gradients with
+# a mask (pytorch#196678), and wrong samples on a B200 (pytorch#193893).
+SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class MiniMindRMSNorm(nn.Module):
@@ -108,7 +114,8 @@ class MiniMindAttention(nn.Module):
 
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
-        output, weights = attend(self, query, key, value, attention_mask, **kwargs)
+        with nullcontext() if query.device.type == "cpu" else sdpa_kernel(SDPA_BACKENDS):
+            output, weights = attend(self, query, key, value, attention_mask, **kwargs)
         # (batch_size, seq_len, num_heads, head_dim) -> (batch_size, seq_len, num_heads * head_dim)
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 

@@ -241,7 +241,9 @@ class _CrossEntropy(NamedTuple):
 
     def differentiate(self, logits: torch.Tensor, part: slice, gradient: torch.Tensor | None) -> torch.Tensor:
         """As [`RowLoss.differentiate`], but replace what stands in `gradient`."""
-        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+        # What is compiled is one pass over the logits anyway, and each call checks its guards.
+        in_blocks = logits.device.type == "cpu" and self.compute is cross_entropy
+        size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if in_blocks else len(logits)
         columns = [logits, self.targets[part], self.weights[part], *([] if gradient is None else [gradient])]
         blocks = zip(*(column.split(size) for column in columns), strict=True)
         total = sum(self.compute(*block, *([None] if gradient is None else [])) for block in blocks)
@@ -267,21 +269,30 @@ class _LinearLoss(torch.autograd.Function):
         # Cast as autocast would, once instead of once per chunk.
         hidden, matrix = (part.to(compute_dtype(part)) for part in (hidden_states, weight))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        num_rows = max(MIN_ROWS, MAX_LOGITS[1 if device == "cpu" else 0] // len(weight))
+        num_tokens = len(hidden)
+        if device == "cpu":
+            # NOTE: oneDNN keeps a primitive, about 1 MB, for each new shape. Rows of zeros fill up the last chunk to a
+            # size with three leading bits: at most 4 sizes between two powers of two.
+            last = num_tokens % num_rows
+            hidden = F.pad(hidden, (0, 0, 0, -last % (1 << max(0, last.bit_length() - 3))))
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         sums = [hidden.new_zeros((), dtype=torch.float32) for _ in losses]
-        num_rows = max(MIN_ROWS, MAX_LOGITS[1 if device == "cpu" else 0] // len(weight))
         with torch.autocast(device, enabled=False):
-            for start in range(0, len(hidden), num_rows):
-                rows = slice(start, start + num_rows)
+            for start in range(0, num_tokens, num_rows):
+                rows, part = slice(start, start + num_rows), slice(start, min(start + num_rows, num_tokens))
+                size = part.stop - start
                 logits, grad_logits = hidden[rows] @ matrix.T, None
                 if wants_hidden or wants_weight:
                     # Two gradients are summed before they are rounded.
                     dtype = hidden.dtype if len(losses) == 1 else torch.float32
                     grad_logits = torch.empty_like(logits, dtype=dtype)
+                    grad_logits[size:] = 0
+                kept = None if grad_logits is None else grad_logits[:size]
                 for total, loss in zip(sums, losses, strict=True):
-                    total += loss.differentiate(logits, rows, grad_logits)
+                    total += loss.differentiate(logits[:size], part, kept)
                 if grad_logits is None:
                     continue
                 grad_logits = grad_logits.to(hidden.dtype)
@@ -292,7 +303,7 @@ class _LinearLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.T, hidden[rows])  # one pass over the sum instead of two
                 elif wants_weight:
                     grad_weight += grad_logits.T @ hidden[rows]
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(None if grad_hidden is None else grad_hidden[:num_tokens], grad_weight)
         ctx.dtypes = hidden_states.dtype, weight.dtype
         ctx.mark_non_differentiable(*sums)
         return sum(loss.share * total for loss, total in zip(losses, sums, strict=True)), *sums

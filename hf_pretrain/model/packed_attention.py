@@ -21,14 +21,13 @@ from transformers.modeling_utils import AttentionInterface
 
 # NOTE: before torch 2.12 `varlen_attn` could not share key heads between query heads.
 SHARES_KEY_HEADS = torch.__version__ >= "2.12"
-# NOTE: from capability 9.0 on, torch would leave scaled dot product attention to cuDNN. The cuDNN of torch 2.13 gave
-# NaN gradients with a mask (pytorch#196678), and wrong samples on a B200 (pytorch#193893). Every program that loads
-# the model imports this file.
-torch.backends.cuda.enable_cudnn_sdp(False)
 # The implementations that tests compare with the eager reference.
 IMPLEMENTATIONS = ("packed", "sdpa", "eager", "flex_attention")
 # Documents of at most this many tokens share one group: splitting them would cost more than their padding does.
 SHORT_DOCUMENT = 32
+# Empty documents fill up a group to a multiple of this part of the batch. NOTE: for each new shape of a matrix product
+# in half precision, oneDNN compiles a primitive and keeps it, about 1 MB each, up to 1,024 of them.
+PARTS_OF_BATCH = 8
 # Number of queries per matrix product in `_attend_in_blocks`.
 ATTENTION_BLOCK = 256
 # NOTE: on Apple GPUs in half precision, `is_causal=True` let queries attend to later tokens without an error
@@ -42,13 +41,14 @@ class PackedDocuments:
     """
     The documents of a batch of packed sequences. The model finds them once per forward pass; every layer uses them.
 
-    Documents of similar length form a group. All documents of a group are padded to its longest, so that one call
-    computes attention for the whole group. A slot is one position of a group, padding included.
+    Documents of similar length form a group. All documents of a group are padded to one length, so that one call
+    computes attention for the whole group. Empty documents fill up a group, so that few shapes occur in a run. A slot
+    is one position of a group, padding included.
 
     Args:
         groups (`list` of `(num_documents, length)`, *optional*): shape of each group; `None` for `varlen_attn`.
         gather (`torch.LongTensor` of shape `(num_slots,)`): index of the token in each slot. A padding slot repeats
-            the first token of its document.
+            the first token of its document, and an empty document the first token of the batch.
         scatter (`torch.LongTensor` of shape `(batch_size * seq_len,)`): index of the slot of each token. `gather` and
             `scatter` are `None` where each row is one document.
         cu_seq_lens (`torch.IntTensor` of shape `(num_documents + 1,)`, *optional*): start of each document in the
@@ -110,25 +110,33 @@ def find_packed_documents(
         return PackedDocuments([tuple(position_ids.shape)])
     # Compute on the host, which waits for the device once here instead of for each shape below.
     bounds = cu_seq_lens.cpu().long()
-    # Stable, so that documents of equal length keep their order on every device.
-    lengths, order = bounds.diff().sort(descending=True, stable=True)
-    groups: list[tuple[int, int]] = []
-    for length in lengths.tolist():
-        # Longest first. Begin a new group where more than a third of the document's slots would be padding.
-        if not groups or (length < groups[-1][1] * 2 // 3 and groups[-1][1] > SHORT_DOCUMENT):
-            groups.append((0, length))
-        groups[-1] = (groups[-1][0] + 1, groups[-1][1])
+    starts, lengths, num_tokens = bounds[:-1].tolist(), bounds.diff().tolist(), position_ids.numel()
+    members: dict[int, list[int]] = {}
+    # Longest first; documents of equal length keep their order.
+    for document in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        members.setdefault(min(_round_length(lengths[document]), position_ids.shape[1]), []).append(document)
+    # Empty documents fill up the groups. The index of one is `len(lengths)`.
+    for length, documents in members.items():
+        documents += [len(lengths)] * (-len(documents) % max(1, num_tokens // PARTS_OF_BATCH // length))
+    groups = [(len(documents), length) for length, documents in members.items()]
+    order = torch.tensor(sum(members.values(), []))
     # (num_documents,): padded length of each document; then (num_slots,): offset of each slot in its document.
-    padded = torch.tensor([length for count, length in groups for _ in range(count)], device=bounds.device)
-    place = torch.arange(int(padded.sum()), device=bounds.device)
+    padded = torch.tensor([length for count, length in groups for _ in range(count)])
+    place = torch.arange(int(padded.sum()))
     place -= (padded.cumsum(0) - padded).repeat_interleave(padded)
     # False in padding slots, which repeat the document's first token in `gather`.
-    is_token = place < lengths.repeat_interleave(padded)
-    gather = bounds[order].repeat_interleave(padded) + place * is_token
+    is_token = place < torch.tensor([*lengths, 0])[order].repeat_interleave(padded)
+    gather = torch.tensor([*starts, 0])[order].repeat_interleave(padded) + place * is_token
     filled = is_token.nonzero().flatten()
-    scatter = bounds.new_empty(position_ids.numel()).index_copy_(0, gather[filled], filled)
+    scatter = bounds.new_empty(num_tokens).index_copy_(0, gather[filled], filled)
     device = position_ids.device
     return PackedDocuments(groups, gather.to(device), scatter.to(device))
+
+
+def _round_length(length: int) -> int:
+    """Return the padded length of a document: the next power of two, or three quarters of it."""
+    power = max(SHORT_DOCUMENT, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if max(SHORT_DOCUMENT, length) <= power * 3 // 4 else power
 
 
 def find_visible(

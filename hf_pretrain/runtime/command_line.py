@@ -8,6 +8,7 @@ them.
 
 import errno
 import faulthandler
+import gc
 import io
 import logging
 import os
@@ -30,7 +31,7 @@ from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError
-from .signals import interrupt
+from .signals import interrupt, launcher, watch_launcher
 from .writing import leave_reason, refused_write
 
 
@@ -41,6 +42,16 @@ EXIT_NOT_SAVED = 74
 EXIT_UNREAD = 141
 # After the first rank has stopped, every supported launcher ends the others within this many seconds.
 _LAUNCHER_SECONDS = 20.0
+
+# The allocators of CUDA, Apple GPUs, CPUs and Python, and cuBLAS.
+_NO_MEMORY = re.compile(
+    r"out of memory|(can't|cannot|unable to) allocate|not enough memory|ALLOC_FAILED|MemoryError", re.IGNORECASE
+)
+_MEMORY_ADVICE = (
+    "The memory does not suffice. In a training, halve --per_device_train_batch_size (and "
+    "--per_device_eval_batch_size) and double --gradient_accumulation_steps, which trains the same; pass "
+    "--activation_checkpointing; or lower --max_length. Elsewhere, take a smaller model."
+)
 
 
 class _Output:
@@ -164,13 +175,16 @@ def one_line_errors() -> Iterator[None]:
     """
     Turn mistakes of the user into one line, `error: ...`, and an exit status.
 
-    The status is 2 for a mistake and for a file that cannot be used, and 74 for a disk that is full or not writable,
-    also for the disk of the caches (`HF_HOME`). All other exceptions keep their traceback. Unless [`is_quiet`], all
-    exceptions do. A crash in a library's C code shows the Python lines of all threads.
+    The status is 2 for a mistake, for a file that cannot be used and for too little memory, and 74 for a disk that is
+    full or not writable, also for the disk of the caches (`HF_HOME`). All other exceptions keep their traceback.
+    Unless [`is_quiet`], all exceptions do. A crash in a library's C code shows the Python lines of all threads.
 
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
     line only if it does not, because the first rank may not have made the mistake.
     """
+    watch_launcher(launcher())
+    # The libraries' objects live until the process ends, so the garbage collector need not search them.
+    gc.freeze()
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, interrupt)
     _drop_failed_output()
@@ -194,6 +208,9 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, UserError):
             # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
             mistake = str(error).rpartition("UserError: ")[2]
+        elif isinstance(error, RuntimeError | MemoryError | OSError) and _NO_MEMORY.search(repr(error)):
+            # The first line names the allocator and the size. The others are advice about the allocator, or C++.
+            mistake = f"{(str(error) or 'MemoryError').splitlines()[0]}\n{_MEMORY_ADVICE}"
         elif (refusal := _refusal_of_a_disk(error)) is None and isinstance(error, OSError | SyntaxError):
             # They name the file, or the server. The readers of damaged files raise `UserError`.
             mistake = f"{str(error) or type(error).__name__}. Check the names and the files of this command."

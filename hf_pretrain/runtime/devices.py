@@ -35,6 +35,16 @@ def find_unused_gpu() -> str | None:
     Return two sentences about an NVIDIA GPU that torch cannot use, with the remedy. `None` if there is none, or if the
     user hides it with an empty `CUDA_VISIBLE_DEVICES`.
     """
+    if torch.cuda.is_available() and torch.version.cuda:
+        number, built = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.get_arch_list()
+        capability = torch.cuda.get_device_capability(number)
+        if any(_runs_on(name, capability) for name in built):
+            return None
+        return (
+            f"torch {torch.__version__} has kernels for {', '.join(built)}, and none for "
+            f"{torch.cuda.get_device_name(number)} (sm_{capability[0]}{capability[1]}). Install a torch for another "
+            "version of CUDA (https://pytorch.org/get-started/locally)."
+        )
     is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip())
     if torch.cuda.is_available() or is_hidden or shutil.which("nvidia-smi") is None:
         return None
@@ -51,6 +61,19 @@ def find_unused_gpu() -> str | None:
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
         f"use it. {advice} (https://pytorch.org/get-started/locally)."
     )
+
+
+def _runs_on(name: str, capability: tuple[int, int]) -> bool:
+    """
+    Return whether code for `name`, such as `sm_86` or `compute_120`, runs on a GPU: binary code on its own and newer
+    minor versions of its major version, PTX on all newer ones, code with the suffix `a` on no other, and with `f` in
+    the family.
+    """
+    kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()
+    built = int(major), int(minor)
+    if suffix == "a":
+        return built == capability
+    return built <= capability and (built[0] == capability[0] or (kind, suffix) == ("compute", ""))
 
 
 def refuse_unused_gpu(flag: str) -> None:

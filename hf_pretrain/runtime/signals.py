@@ -1,8 +1,6 @@
 """
 Listen for the signals that ask a run to stop, tell a real Ctrl-C from an exit of the user's code, and stop ranks whose
 launcher is gone.
-
-The package imports this module before all others, so it imports no large library.
 """
 
 import atexit

@@ -18,9 +18,14 @@ from ..weights.adapters import base_model_of, is_adapted
 from .optimizers import OPTIMIZERS
 
 
-# NOTE: accelerate's `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine. The
-# import takes a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
-other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
+def import_deepspeed_late() -> None:
+    """
+    Keep accelerate from importing DeepSpeed for runs that do not use it.
+
+    NOTE: `unwrap_model` imports DeepSpeed wherever it is installed, to recognize DeepSpeed's engine. The import takes
+    a third of a second. As long as nothing has imported DeepSpeed, no model is an engine.
+    """
+    other.is_deepspeed_available = lambda: sys.modules.get("deepspeed") is not None
 
 
 def turns_on_deepspeed(args: TrainingArguments) -> bool:

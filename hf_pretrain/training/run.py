@@ -39,6 +39,7 @@ from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.model_arguments import ModelArguments
 from .budgets import BUDGETS
 from .callbacks import LogFileCallback, LogLinesCallback, ProfilerCallback, ProgressBarCallback
+from .deepspeed_support import import_deepspeed_late
 from .dry_run import format_plan
 from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS, describe_own_optimizer
@@ -161,6 +162,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
         run.checkpoint = checkpoint_to_resume(args)
         settle_date(args, run.checkpoint)
         on_main_process(args, partial(_clear_and_record, run))
+    import_deepspeed_late()
     # Reseed: launchers consume different amounts of randomness.
     set_seed(args.seed)
     return run

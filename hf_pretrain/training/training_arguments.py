@@ -236,7 +236,7 @@ class LMTrainingArguments(TrainingArguments):
         # `accelerate launch --cpu` sets the variable.
         use_cpu = self.use_cpu or bool(strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")))
         device_type = default_device_type(use_cpu=use_cpu)
-        if device_type == "cpu" and not use_cpu:
+        if not use_cpu:
             refuse_unused_gpu("--use_cpu")
         self.use_cpu = device_type == "cpu"
         self.bf16, self.fp16, self.fp8 = launchers_precision(self)

@@ -321,8 +321,7 @@ def find_engine(process: psutil.Process) -> psutil.Process:
     return found
 
 
-def test_a_server_whose_engine_is_killed_says_so(endless, monkeypatch):
-    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
+def test_a_server_whose_engine_is_killed_says_so(endless):
     others = set(psutil.Process().children())
     with served(str(endless)) as client, ThreadPoolExecutor() as threads:
         client = client.with_options(max_retries=0)
@@ -344,7 +343,6 @@ def test_a_server_whose_engine_is_killed_says_so(endless, monkeypatch):
 
 def test_a_stream_that_breaks_off_has_no_end(endless, monkeypatch):
     """Each line is JSON, also if the error has quotes."""
-    monkeypatch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
 
     def fail(self, **_):
         yield {"tokens": [5], "stop": False}

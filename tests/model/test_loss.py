@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 from hf_pretrain.model import loss as loss_module
 from hf_pretrain.model.loss import (
     RowLoss,
+    cross_entropy,
     linear_loss,
     masked_cross_entropy,
     prediction_weights,
@@ -114,8 +115,24 @@ def test_linear_cross_entropy_computes_no_unneeded_gradient(batch):
         linear_loss(hidden, weight, labels, loss_mask=weights)
     # A CPU computes no logits of tokens without weight.
     num_trained = int((prediction_weights(labels, weights) > 0).sum())
-    assert 0 < num_trained < labels.numel()
-    assert counter.get_total_flops() == 2 * num_trained * hidden.shape[-1] * len(weight)
+    assert num_trained == 18 < labels.numel()
+    # 20 has three leading bits.
+    assert counter.get_total_flops() == 2 * 20 * hidden.shape[-1] * len(weight)
+
+
+def test_compiled_cross_entropy_is_called_once_per_chunk(batch, monkeypatch):
+    """Each call of a compiled function checks its guards. On a CPU, what is not compiled runs in blocks instead."""
+    monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", 2 * len(batch[1]))
+    calls = []
+
+    def compute(*arguments):
+        calls.append(len(arguments[0]))
+        return cross_entropy(*arguments)
+
+    hidden, weight, labels, weights = batch
+    found = linear_loss(hidden, weight, labels, loss_mask=weights, compute=compute).loss
+    assert calls == [18]
+    torch.testing.assert_close(found, linear_loss(hidden, weight, labels, loss_mask=weights).loss, rtol=1e-6, atol=0)
 
 
 def test_the_losses_without_logits_are_the_same(model, input_ids, monkeypatch):

@@ -8,8 +8,9 @@ import torch._dynamo
 import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_pretrain.model import packed_attention
 from hf_pretrain.model.packed_attention import ATTENTION_BLOCK, _attend_in_blocks
@@ -133,6 +134,60 @@ def test_packed_attention_creates_no_quadratic_tensor(model, input_ids):
     assert operators.shapes and not [shape for shape in operators.shapes if shape[-2:] == (24, 24)]
 
 
+def random_documents(batch_size: int, seq_len: int, *, longest: int) -> torch.Tensor:
+    """Return positions of random documents, of shape `(batch_size, seq_len)`."""
+    starts = torch.rand(batch_size, seq_len) < 2 / longest
+    starts[:, 0] = True
+    starts[:, ::longest] = True
+    place = torch.arange(seq_len).expand(batch_size, -1)
+    return place - (place * starts).cummax(dim=1).values
+
+
+class ProductShapes(TorchDispatchMode):
+    """The shapes of the matrix products of a block, for each of which oneDNN keeps a primitive."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[tuple] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm", "addmm_"):
+            tensors = [part for part in args if isinstance(part, torch.Tensor)]
+            self.found.add((function, *(tuple(part.shape) for part in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+def test_many_batches_have_few_shapes_of_matrix_products(build_model):
+    """Forward and backward, in half precision on a CPU; each batch has other documents."""
+    model = build_model(vocab_size=256).train()
+    model.set_attn_implementation("packed")
+    with ProductShapes() as shapes:
+        for _ in range(100):
+            position_ids = random_documents(16, 128, longest=128)
+            labels = torch.randint(256, position_ids.shape).masked_fill(position_ids == 0, -100)
+            with torch.autocast("cpu", torch.bfloat16):
+                model(labels.clamp(min=0), position_ids=position_ids, labels=labels, skip_logits=True).loss.backward()
+    # Without rounded lengths, counts and chunks there are ten times as many.
+    assert len(shapes.found) < 200
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len", "longest"), [(8, 100, 20), (2, 300, 300), (16, 64, 8), (3, 7, 3)])
+def test_filled_groups_change_no_loss_and_no_gradient(build_model, batch_size, seq_len, longest):
+    """Documents of any lengths, whose groups hold empty documents, train as with the eager reference."""
+    model = build_model(max_position_embeddings=512).double().train()
+    position_ids = random_documents(batch_size, seq_len, longest=longest)
+    input_ids = torch.randint(64, position_ids.shape)
+    found = []
+    for name in ("eager", "packed"):
+        model.set_attn_implementation(name)
+        loss = model(input_ids, position_ids=position_ids, labels=input_ids).loss
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+        model.zero_grad()
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
+    assert_near(found[1][1], found[0][1], 1e-6)
+
+
 def test_attention_that_may_be_wrong_is_refused(build_model, input_ids):
     model = build_model()
     AttentionInterface.register("of_another", sdpa_attention_forward)
@@ -243,3 +298,21 @@ def test_the_mode_finds_what_apple_gpus_lack():
             torch.linalg.eig(torch.eye(3))
         with pytest.raises(AssertionError, match="is_causal"):
             attention(states, states, states, is_causal=True)
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "packed"])
+def test_only_this_model_leaves_out_cudnn(build_model, monkeypatch, attn_implementation):
+    """Attention itself does, because checkpointing recomputes a layer outside of the model's call."""
+    attention = build_model().to("meta").model.layers[0].self_attn
+    attention.config._attn_implementation = attn_implementation
+    found = []
+
+    def note(*args, **kwargs):
+        found.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "sdpa_attention_forward", note)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", note)
+    states = torch.zeros(1, 8, attention.config.hidden_size, device="meta")
+    attention(states, torch.zeros(1, 8, 1, attention.head_dim // 2, 2, device="meta"))
+    assert found == [(False, True)] and torch.backends.cuda.cudnn_sdp_enabled()

@@ -3,6 +3,7 @@ Mistakes end a recipe with one line and status 2; bugs keep their tracebacks. A 
 does, and prints its result to standard output.
 """
 
+import errno
 import json
 import os
 import re
@@ -17,13 +18,16 @@ from threading import Thread
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub import get_session
 from huggingface_hub.constants import ENDPOINT, HF_HOME
+from transformers import Trainer
 
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.inference.tools import load_tools
+from hf_pretrain.model.mlp import MiniMindMLP
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import announce, one_line_errors, progress
 from hf_pretrain.runtime.errors import UserError, install_command
@@ -34,6 +38,7 @@ from tests.hub_server import connect
 from tests.invariants.launching import ROOT, start
 from tests.models import GOLDEN
 from tests.toys import needs_posix, toy_model, write_jsonl
+from tests.trainers import make_run_trainer
 
 
 @pytest.fixture
@@ -145,6 +150,45 @@ def test_a_bug_keeps_its_traceback(bug, capsys):
         BUGS[bug]()
     assert not isinstance(raised.value, SystemExit) and not isinstance(raised.value, UserError)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (MiniMindMLP, "forward"),
+        (Accelerator, "backward"),
+        (torch.optim.AdamW, "step"),
+        (Trainer, "prediction_step"),
+    ],
+)
+def test_memory_that_does_not_suffice_is_one_line(owner, name, monkeypatch, tmp_path, capsys):
+    """More bytes than a process can address, in each part of a training."""
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: torch.empty(2**50))
+    trainer = make_run_trainer(tmp_path, optim_preset="adamw", eval_strategy="steps", eval_steps=1)
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        trainer.train()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and re.match("error: .*allocate memory.* The memory does not suffice", line), line
+    assert all(flag in line for flag in ("--gradient_accum", "--activation_checkp", "--max_length")), line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation."),
+        RuntimeError("MPS backend out of memory (MPS allocated: 18.0 GiB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough memory"),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_the_allocators_of_other_devices_are_known(error, capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        raise error
+    found = capsys.readouterr().err
+    assert found.count("\n") == 1 and "The memory does not suffice" in found and "documentation" not in found
 
 
 def refuse(row):

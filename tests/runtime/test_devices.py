@@ -73,6 +73,40 @@ def test_a_hidden_gpu_and_a_machine_without_one_train_on_the_cpu(nvidia_smi, mon
     assert LMTrainingArguments(output_dir=str(tmp_path)).device.type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        # The wheels of torch 2.13 for CUDA 13.0, and a GTX 1080 Ti, an A100, an RTX 4090, a B300 and a DGX Spark.
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (6, 1), False),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (8, 0), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (8, 9), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (10, 3), True),
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", (12, 1), True),
+        # A newer GPU than the wheel: only PTX runs there, and no binary code of an older major version.
+        ("sm_80 sm_90", (12, 0), False),
+        ("sm_80 sm_90 compute_90", (12, 0), True),
+        # An older minor version than the code.
+        ("sm_86", (8, 0), False),
+        ("sm_90a compute_90a", (10, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100f", (10, 3), True),
+        ("sm_100f", (12, 0), False),
+    ],
+)
+def test_a_gpu_without_kernels_is_refused(monkeypatch, tmp_path, built, capability, runs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA X")
+    found = find_unused_gpu()
+    assert (found is None) is runs, found
+    if not runs:
+        assert re.search(rf"kernels for {built.replace(' ', ', ')}, and none for NVIDIA X \(sm_\d+\)\. Install", found)
+        with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
+            LMTrainingArguments(output_dir=str(tmp_path))
+
+
 def test_a_compiler_that_fails_is_found(caplog):
     def fail(graph, inputs):
         raise RuntimeError("Failed to find C compiler.\nSet TORCHDYNAMO_VERBOSE=1")
