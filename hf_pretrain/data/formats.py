@@ -13,6 +13,7 @@ import json
 import re
 import string
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENTS)
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
 KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
+# Of Windows where people write Chinese, western languages, Russian and Japanese.
+ENCODINGS = ("gb18030", "cp1252", "cp1251", "cp932")
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -197,10 +200,13 @@ def read_file(
             records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
             records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
+        fault = None
         for number, content in records:
             # Only a byte that the encoding lacks has become a surrogate: JSON escapes others.
-            is_wrong = isinstance(content, str) and SURROGATE.search(content)
-            yield number, _wrong_encoding(encoding) if is_wrong else content
+            if isinstance(content, str) and SURROGATE.search(content):
+                # The lines of a file have one reason, so that they are counted together.
+                content = fault = fault or _wrong_encoding(encoding, content)
+            yield number, content
     except BadRecord as error:
         raise UserError(f"{path}: {error.reason}.") from None
     except UnicodeError as error:
@@ -231,9 +237,16 @@ def parse_json(content: str | BadRecord) -> Any:
         raise BadRecord(f"JSON that cannot be read: {error}; fix or drop it") from None
 
 
-def _wrong_encoding(encoding: str) -> BadRecord:
-    """Return the reason for bytes that the encoding does not have."""
-    return BadRecord(f"not {encoding.upper()}; pass the right --encoding, e.g. gb18030 (Chinese Windows)")
+def _wrong_encoding(encoding: str, text: str = "") -> BadRecord:
+    """Return the reason for bytes that the encoding does not have, with what other encodings make of the text."""
+    found = []
+    for name in ENCODINGS:
+        with suppress(UnicodeError):
+            read = text.encode(encoding, "surrogateescape").decode(name)
+            start = max(0, next(place for place, character in enumerate(read) if not character.isascii()) - 20)
+            found.append(f"{name} reads {read[start : start + 40]!r}")
+    shown = ", ".join(found) or "e.g. gb18030 (Chinese Windows) or cp1252 (western Windows)"
+    return BadRecord(f"not {encoding.upper()}; pass the right --encoding: {shown}")
 
 
 def _open(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
@@ -266,7 +279,7 @@ def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterat
         start, first = next(lines, (0, ""))
         if may_be_array and first.lstrip().startswith("["):
             text = first + file.read()
-            records = parse_json(_wrong_encoding(encoding) if SURROGATE.search(text) else text)
+            records = parse_json(_wrong_encoding(encoding, text) if SURROGATE.search(text) else text)
             records = read_export(records) or records
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
