@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Json
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from .exports import read_export
 from .office_files import read_office_file
@@ -35,6 +36,11 @@ COMPRESSIONS = (".gz", ".zst")
 KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 # Of Windows where people write Chinese, western languages, Russian and Japanese.
 ENCODINGS = ("gb18030", "cp1252", "cp1251", "cp932")
+# Beginnings of questions, which the group matches, and of answers.
+PAIR_MARKS = re.compile(
+    r"^[>#* \t]*(?:(Q|Question|问题?|提问)|(?:A|Answer|答案?|回答))[ \t]*\d*[ \t]*\**[:：]\**",
+    re.IGNORECASE | re.MULTILINE,
+)
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -172,9 +178,10 @@ def read_file(
     Args:
         path (`Path`): a file with a [`file_format`].
         text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a file of plain
-            text. Without it, records have all columns, and plain text is refused.
+            text. Without it, records have all columns, and plain text must be pairs of question and answer.
         encoding (`str`, defaults to `"utf-8"`): encoding of a file without a byte order mark.
-        whole_files (`bool`, defaults to `False`): make one record of a file of plain text, not one per paragraph.
+        whole_files (`bool`, defaults to `False`): make one record of a .txt file, as of a .md file, not one per
+            paragraph.
 
     Yields:
         `tuple[int, str | BadRecord]`: the number of the record's first line, or of its row in a JSON array or parquet
@@ -184,11 +191,11 @@ def read_file(
         `UserError`: if the file is damaged or has no records of this kind.
     """
     extension = file_format(path)
-    if extension in TEXT_EXTENSIONS and text_column is None:
-        raise UserError(f"{path} holds plain text, and records are wanted. Write them as JSONL.")
     try:
         records: Iterator[tuple[int, str | BadRecord]]
-        if extension == ".parquet":
+        if extension in TEXT_EXTENSIONS and text_column is None:
+            records = _read_pairs(path, encoding)
+        elif extension == ".parquet":
             records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
         elif extension in (".xlsx", *DOCUMENTS):
             tables = read_office_file(path, extension, text_column)
@@ -196,7 +203,8 @@ def read_file(
         elif extension in (".csv", ".tsv"):
             records = _read_table(path, _read_csv(path, encoding, extension))
         elif extension in TEXT_EXTENSIONS:
-            texts = _read_paragraphs(path, encoding, whole_files)
+            # A heading alone, or half a block of code, is no document.
+            texts = _read_paragraphs(path, encoding, whole_files or extension == ".md")
             records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
             records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
@@ -307,6 +315,28 @@ def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[t
             if not is_blank:
                 numbers, lines = zip(*group, strict=True)
                 yield numbers[0], "".join(lines).removesuffix("\n")
+
+
+def _read_pairs(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
+    """
+    Yield questions and answers as JSON, each pair with its number, from a text in which a mark begins each of them.
+
+    Raises:
+        `UserError`: if the text is of another form.
+    """
+    content = ""
+    if file_format(path) not in DOCUMENTS:
+        with _open(path, encoding, None) as file:
+            content = file.read()
+    before, *parts = PAIR_MARKS.split(content)
+    texts = [text.strip() for text in parts[1::2]]
+    is_question = [mark is not None for mark in parts[::2]]
+    if not texts or before.strip() or not all(texts) or is_question != [True, False] * (len(texts) // 2):
+        forms = "JSONL, or as .txt in which `Q:` begins each question and `A:` each answer"
+        raise UserError(f"{path} holds plain text, and records are wanted. Write them as {forms}.")
+    announce(f"reading {path} as {len(texts) // 2} pairs of question and answer")
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    yield from ((i, write_json({"prompt": q, "completion": a})) for i, (q, a) in enumerate(pairs, start=1))
 
 
 def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, list[str]]]:
