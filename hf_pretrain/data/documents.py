@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +169,7 @@ def _reach_documents(heads: list[Dataset], fraction: float, schema: str) -> floa
     if not wanted or number > 10_000:
         return fraction
     parts = [sorted(hash_documents(*head[:].values())) for head in heads]
-    hashes = sorted(chain.from_iterable(parts))
+    hashes = sorted(sum(parts, []))
     reached = math.nextafter(hashes[wanted - 1] / 2**64, 1.0)
     # No name may lose all of its documents.
     if hashes[0] < fraction * 2**64 or any(part[-1] < reached * 2**64 for part in parts):

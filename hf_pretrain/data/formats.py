@@ -37,10 +37,7 @@ KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 # Of Windows where people write Chinese, western languages, Russian and Japanese.
 ENCODINGS = ("gb18030", "cp1252", "cp1251", "cp932")
 # Beginnings of questions, which the group matches, and of answers.
-PAIR_MARKS = re.compile(
-    r"^[>#* \t]*(?:(Q|Question|问题?|提问)|(?:A|Answer|答案?|回答))[ \t]*\d*[ \t]*\**[:：]\**",
-    re.IGNORECASE | re.MULTILINE,
-)
+PAIR_MARKS = re.compile(r"(?im)^[>#* \t]*(?:(Q|Question|问题?|提问)|A|Answer|答案?|回答)[ \t]*\d*[ \t]*\**[:：]\**")
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -218,7 +215,7 @@ def read_file(
     except BadRecord as error:
         raise UserError(f"{path}: {error.reason}.") from None
     except UnicodeError as error:
-        raise UserError(f"{path} is {_wrong_encoding(encoding)}.") from error
+        raise UserError(f"{path} is not {encoding.upper()}. Pass the right --encoding.") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}. Write it again.") from error
 
@@ -245,7 +242,7 @@ def parse_json(content: str | BadRecord) -> Any:
         raise BadRecord(f"JSON that cannot be read: {error}; fix or drop it") from None
 
 
-def _wrong_encoding(encoding: str, text: str = "") -> BadRecord:
+def _wrong_encoding(encoding: str, text: str) -> BadRecord:
     """Return the reason for bytes that the encoding does not have, with what other encodings make of the text."""
     found = []
     for name in ENCODINGS:
@@ -253,8 +250,7 @@ def _wrong_encoding(encoding: str, text: str = "") -> BadRecord:
             read = text.encode(encoding, "surrogateescape").decode(name)
             start = max(0, next(place for place, character in enumerate(read) if not character.isascii()) - 20)
             found.append(f"{name} reads {read[start : start + 40]!r}")
-    shown = ", ".join(found) or "e.g. gb18030 (Chinese Windows) or cp1252 (western Windows)"
-    return BadRecord(f"not {encoding.upper()}; pass the right --encoding: {shown}")
+    return BadRecord(f"not {encoding.upper()}; pass the right --encoding: {', '.join(found) or 'e.g. big5'}")
 
 
 def _open(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
@@ -324,16 +320,13 @@ def _read_pairs(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
     Raises:
         `UserError`: if the text is of another form.
     """
-    content = ""
-    if file_format(path) not in DOCUMENTS:
-        with _open(path, encoding, None) as file:
-            content = file.read()
+    content = "" if file_format(path) in DOCUMENTS else next(_read_paragraphs(path, encoding, True))[1]
     before, *parts = PAIR_MARKS.split(content)
     texts = [text.strip() for text in parts[1::2]]
     is_question = [mark is not None for mark in parts[::2]]
     if not texts or before.strip() or not all(texts) or is_question != [True, False] * (len(texts) // 2):
-        forms = "JSONL, or as .txt in which `Q:` begins each question and `A:` each answer"
-        raise UserError(f"{path} holds plain text, and records are wanted. Write them as {forms}.")
+        form = "JSONL, or as .txt with `Q:` before each question and `A:` before each answer"
+        raise UserError(f"{path} holds plain text, and records are wanted. Write them as {form}.")
     announce(f"reading {path} as {len(texts) // 2} pairs of question and answer")
     pairs = zip(texts[::2], texts[1::2], strict=True)
     yield from ((i, write_json({"prompt": q, "completion": a})) for i, (q, a) in enumerate(pairs, start=1))

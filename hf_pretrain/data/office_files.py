@@ -135,5 +135,4 @@ def _write_cell(value: Any) -> str:
         return value.date().isoformat()
     if value is None or value in _ERRORS:
         return ""
-    text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), str(value))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return re.sub("\r\n?", "\n", _ESCAPED.sub(lambda match: chr(int(match[1], 16)), str(value)))

@@ -107,9 +107,7 @@ def encode_chat(
     rendered, spans = render_guarded(tokenizer, messages, tools, **variables)
     ids, _ = encode_rendered(tokenizer, rendered, [start for start, _ in spans])
     if not ids:
-        raise UserError(
-            "The chat template renders no token. Put a template beside the tokenizer that writes messages."
-        )
+        raise UserError("The chat template renders no token. Put one that writes messages beside the tokenizer.")
     return ids
 
 

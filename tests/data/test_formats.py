@@ -96,7 +96,7 @@ def test_pairs_in_a_text_file(tmp_path, text, capsys):
     path.write_text(text, encoding="utf-8")
     if PAIRS[text] is None:
         with pytest.raises(
-            ValueError, match="a.txt holds plain text, and records are wanted.*`Q:` begins each question"
+            ValueError, match="a.txt holds plain text, and records are wanted.*`Q:` before each question"
         ):
             list(read_file(path, text_column=None))
         return
@@ -156,6 +156,9 @@ def test_every_encoding_is_read_or_named(tmp_path, name, encoding):
 
 @pytest.mark.parametrize("name", ["gb18031", "hex"])
 def test_an_unknown_encoding_is_named(tmp_path, name):
+    (tmp_path / "b.txt").write_bytes(b"a\xff\x00")
+    with pytest.raises(ValueError, match="b.txt is not UTF-16-LE. Pass the right --encoding"):
+        read(tmp_path / "b.txt", encoding="utf-16-le")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=f"--encoding {name} is unknown"):
         read(tmp_path / "a.txt", encoding=name)
