@@ -56,7 +56,7 @@ def make_parser() -> RecipeParser:
     parser.add_argument("--text_column", default="text", help="column that holds the text")
     parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
     parser.add_argument("--columns", nargs="+", help="names of columns, OUR=THEIRS, e.g. prompt=question")
-    parser.add_argument("--whole_files", action="store_true", help="a .txt or .md file is one document")
+    parser.add_argument("--whole_files", action="store_true", help="a .txt file is one document, as a .md file is")
     look = parser.add_argument_group("inspect")
     look.add_argument("--tokenizer", help="directory or Hub id; by default, the command trains one on the data")
     look.add_argument("--max_length", type=int, default=512, help="tokens per packed sequence")

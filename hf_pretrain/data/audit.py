@@ -90,7 +90,8 @@ class Audit:
             self.first.setdefault(fault, f"{record.source}:{record.line}")
         self._count_tokens(conversation["messages"], numbers[: self.max_length])
         self.fields.update(_field_names(record.content) - _READ)
-        odd = len(ids) / max(1, len(self.tokenizer.decode(ids).encode()))
+        # As in `describe`, whose mean the largest ones stand beside.
+        odd = len(ids) / max(1, len(self.tokenizer.decode(ids, skip_special_tokens=True).encode()))
         for rows, value in ((self.longest, len(ids)), (self.oddest, odd)):
             # The negative number prefers earlier rows.
             heapq.heappush(rows, (value, -self.num_rows, record))

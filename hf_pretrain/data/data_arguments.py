@@ -109,7 +109,7 @@ class DataArguments(SourceArguments):
 
     streaming: bool = HfArg(default=False, help="Read the data while training; needs --max_steps.")
     text_column: str = HfArg(default="text", help="Column or JSON field that holds the text.")
-    whole_files: bool = HfArg(default=False, help="A .txt or .md file is one document.")
+    whole_files: bool = HfArg(default=False, help="A .txt file is one document, as a .md file is.")
     max_length: int = HfArg(default=512, help="Number of tokens per packed sequence.")
     packing: str = HfArg(
         default="bfd",

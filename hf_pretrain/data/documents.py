@@ -7,6 +7,7 @@ line is rejected with file, line and reason. Too many bad lines stop the run bef
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,8 @@ def load_documents(
     parts = [_keep_documents(part, rejected) for part in records]
     # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
     heads = _read_heads(dataset_names, parts, VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL, rejected)
+    if validation_fraction and not streaming:
+        validation_fraction = _reach_documents(heads, validation_fraction, schema)
     validation = concatenate_datasets([split_documents(head, 0.0, validation_fraction, num_proc) for head in heads])
     if is_evaluation:
         return validation.select([]), validation
@@ -151,6 +154,28 @@ def _read_heads(
         heads.append(Dataset.from_list(head, DOCUMENT_FEATURES) if isinstance(head, list) else head)
     rejected.check_ratio()
     return heads
+
+
+def _reach_documents(heads: list[Dataset], fraction: float, schema: str) -> float:
+    """
+    Return the share of the documents for validation, or a larger one where no document has such a hash by chance.
+
+    Of ten texts or more, at least one is for validation. Of conversations, which may be facts to learn, it is the
+    share that the user asks for.
+    """
+    number = sum(map(len, heads))
+    wanted = max(int(number * fraction), int(schema == "text" and number >= 10))
+    # Larger data have documents with such hashes.
+    if not wanted or number > 10_000:
+        return fraction
+    parts = [sorted(hash_documents(*head[:].values())) for head in heads]
+    hashes = sorted(sum(parts, []))
+    reached = math.nextafter(hashes[wanted - 1] / 2**64, 1.0)
+    # No name may lose all of its documents.
+    if hashes[0] < fraction * 2**64 or any(part[-1] < reached * 2**64 for part in parts):
+        return fraction
+    announce(f"taking {wanted} of {number:,} documents for validation")
+    return reached
 
 
 def _mix(
@@ -320,8 +345,12 @@ def hashes_are_between(texts: list[str], origins: list[str | None], start: float
     The function hashes the document's origin, such as the first question of a conversation, so that all documents with
     the same origin land in the same set. It hashes the text of a document without an origin.
     """
+    # Multiplying a bound by a power of two is exact, so neighbouring ranges neither overlap nor leave a gap.
+    return [start * 2**64 <= value < stop * 2**64 for value in hash_documents(texts, origins)]
+
+
+def hash_documents(texts: list[str], origins: list[str | None]) -> list[int]:
+    """Return the hash of each document's origin, or of its text without one, as a number below 2^64."""
     keys = (text if origin is None else origin for text, origin in zip(texts, origins, strict=True))
-    hashes = (hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)
-    # NOTE: Python's `hash` differs between processes, so each rank would get a different split. Multiplying a bound by
-    # a power of two is exact, so neighbouring ranges neither overlap nor leave a gap.
-    return [start * 2**64 <= int.from_bytes(value) < stop * 2**64 for value in hashes]
+    # NOTE: Python's `hash` differs between processes, so each rank would get a different split.
+    return [int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) for key in keys]

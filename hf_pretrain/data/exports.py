@@ -7,6 +7,7 @@ is one chat, or an object with all chats in `chats.list`
 """
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -19,6 +20,8 @@ logger = logging.get_logger(__name__)
 # Seconds of silence after which a chat begins another conversation.
 PAUSE_SECONDS = 3600
 # Kinds of ChatGPT's contents that are no part of the conversation.
+# What ChatGPT writes where it shows a link or a name; in older exports, `【3†source】`.
+_MARK = re.compile(" ?(\ue200[^\ue201]*\ue201|【\\d[^】]*†[^】]*】)")
 _NOT_SHOWN = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 
 
@@ -41,7 +44,8 @@ def read_export(value: Any) -> list[dict[str, Any]] | None:
                 logger.warning(f"{left_out} of ChatGPT's export have another form, and are left out.")
         else:
             chats = value["chats"]["list"] if "chats" in value else [value]
-            found = [part for chat in chats if chat["type"] == "personal_chat" for part in _split_chat(chat)]
+            chats = [chat for chat in chats if isinstance(chat, dict) and chat.get("type") == "personal_chat"]
+            found = [part for chat in chats for part in _split_chat(chat)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return [{"messages": part} for part in found if {"user", "assistant"} <= {message["role"] for message in part}]
@@ -76,7 +80,12 @@ def _read_chatgpt(conversation: dict[str, Any]) -> list[dict[str, Any]]:
         is_call = role == "tool" or message.get("recipient", "all") != "all"
         if is_call or about.get("attachments") or content["content_type"] != "text":
             break
-        if text := "".join(content["parts"]).strip():
+        text = "".join(content["parts"])
+        for reference in about.get("content_references") or ():
+            # The list of sources below an answer matches a space.
+            if _MARK.match(mark := reference["matched_text"]) and reference.get("alt"):
+                text = text.replace(mark, reference["alt"])
+        if text := _MARK.sub("", text).strip():
             messages.append({"role": role, "content": text})
     return messages
 
@@ -88,16 +97,21 @@ def _split_chat(chat: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     The owner of the export is the assistant. A conversation ends before an hour of silence. It has the consecutive
     messages of one person as one message, without media and forwarded texts.
     """
-    written, number, last = [], 0, 0
+    written, number, last, num_odd = [], 0, 0, 0
     for message in chat["messages"]:
-        parts = message.get("text") or ""
-        text = "".join(part if isinstance(part, str) else part["text"] for part in parts).strip()
-        # Calls and media have no text, and a forwarded text is someone else's.
-        if text and "forwarded_from" not in message:
-            seconds = int(message["date_unixtime"])
-            number, last = number + (seconds - last > PAUSE_SECONDS), seconds
-            role = "user" if message["from_id"] == f"user{chat['id']}" else "assistant"
-            written.append((number, role, text))
+        try:
+            parts = message.get("text") or ""
+            text = "".join(part if isinstance(part, str) else part["text"] for part in parts).strip()
+            # Calls and media have no text, and a forwarded text is someone else's.
+            if text and "forwarded_from" not in message:
+                role = "user" if message["from_id"] == f"user{chat['id']}" else "assistant"
+                seconds = int(message["date_unixtime"])
+                number, last = number + (seconds - last > PAUSE_SECONDS), seconds
+                written.append((number, role, text))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            num_odd += 1
+    if num_odd:
+        logger.warning(f"{num_odd} messages of a chat of Telegram have another form, and are left out.")
     for _, conversation in groupby(written, lambda item: item[0]):
         runs = groupby(conversation, lambda item: item[1])
         yield [{"role": role, "content": "\n".join(text for *_, text in run)} for role, run in runs]

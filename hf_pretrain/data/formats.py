@@ -13,6 +13,7 @@ import json
 import re
 import string
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Json
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from .exports import read_export
 from .office_files import read_office_file
@@ -32,6 +34,10 @@ TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENTS)
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
 KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
+# Of Windows where people write Chinese, western languages, Russian and Japanese.
+ENCODINGS = ("gb18030", "cp1252", "cp1251", "cp932")
+# Beginnings of questions, which the group matches, and of answers.
+PAIR_MARKS = re.compile(r"(?im)^[>#* \t]*(?:(Q|Question|问题?|提问)|A|Answer|答案?|回答)[ \t]*\d*[ \t]*\**[:：]\**")
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -169,9 +175,10 @@ def read_file(
     Args:
         path (`Path`): a file with a [`file_format`].
         text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a file of plain
-            text. Without it, records have all columns, and plain text is refused.
+            text. Without it, records have all columns, and plain text must be pairs of question and answer.
         encoding (`str`, defaults to `"utf-8"`): encoding of a file without a byte order mark.
-        whole_files (`bool`, defaults to `False`): make one record of a file of plain text, not one per paragraph.
+        whole_files (`bool`, defaults to `False`): make one record of a .txt file, as of a .md file, not one per
+            paragraph.
 
     Yields:
         `tuple[int, str | BadRecord]`: the number of the record's first line, or of its row in a JSON array or parquet
@@ -181,11 +188,11 @@ def read_file(
         `UserError`: if the file is damaged or has no records of this kind.
     """
     extension = file_format(path)
-    if extension in TEXT_EXTENSIONS and text_column is None:
-        raise UserError(f"{path} holds plain text, and records are wanted. Write them as JSONL.")
     try:
         records: Iterator[tuple[int, str | BadRecord]]
-        if extension == ".parquet":
+        if extension in TEXT_EXTENSIONS and text_column is None:
+            records = _read_pairs(path, encoding)
+        elif extension == ".parquet":
             records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
         elif extension in (".xlsx", *DOCUMENTS):
             tables = read_office_file(path, extension, text_column)
@@ -193,18 +200,22 @@ def read_file(
         elif extension in (".csv", ".tsv"):
             records = _read_table(path, _read_csv(path, encoding, extension))
         elif extension in TEXT_EXTENSIONS:
-            texts = _read_paragraphs(path, encoding, whole_files)
+            # A heading alone, or half a block of code, is no document.
+            texts = _read_paragraphs(path, encoding, whole_files or extension == ".md")
             records = ((number, write_json({text_column: text})) for number, text in texts)
         else:
             records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
+        fault = None
         for number, content in records:
             # Only a byte that the encoding lacks has become a surrogate: JSON escapes others.
-            is_wrong = isinstance(content, str) and SURROGATE.search(content)
-            yield number, _wrong_encoding(encoding) if is_wrong else content
+            if isinstance(content, str) and SURROGATE.search(content):
+                # The lines of a file have one reason, so that they are counted together.
+                content = fault = fault or _wrong_encoding(encoding, content)
+            yield number, content
     except BadRecord as error:
         raise UserError(f"{path}: {error.reason}.") from None
     except UnicodeError as error:
-        raise UserError(f"{path} is {_wrong_encoding(encoding)}.") from error
+        raise UserError(f"{path} is not {encoding.upper()}. Pass the right --encoding.") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}. Write it again.") from error
 
@@ -231,9 +242,15 @@ def parse_json(content: str | BadRecord) -> Any:
         raise BadRecord(f"JSON that cannot be read: {error}; fix or drop it") from None
 
 
-def _wrong_encoding(encoding: str) -> BadRecord:
-    """Return the reason for bytes that the encoding does not have."""
-    return BadRecord(f"not {encoding.upper()}; pass the right --encoding, e.g. gb18030 (Chinese Windows)")
+def _wrong_encoding(encoding: str, text: str) -> BadRecord:
+    """Return the reason for bytes that the encoding does not have, with what other encodings make of the text."""
+    found = []
+    for name in ENCODINGS:
+        with suppress(UnicodeError):
+            read = text.encode(encoding, "surrogateescape").decode(name)
+            start = max(0, next(place for place, character in enumerate(read) if not character.isascii()) - 20)
+            found.append(f"{name} reads {read[start : start + 40]!r}")
+    return BadRecord(f"not {encoding.upper()}; pass the right --encoding: {', '.join(found) or 'e.g. big5'}")
 
 
 def _open(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
@@ -266,7 +283,7 @@ def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterat
         start, first = next(lines, (0, ""))
         if may_be_array and first.lstrip().startswith("["):
             text = first + file.read()
-            records = parse_json(_wrong_encoding(encoding) if SURROGATE.search(text) else text)
+            records = parse_json(_wrong_encoding(encoding, text) if SURROGATE.search(text) else text)
             records = read_export(records) or records
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
@@ -294,6 +311,25 @@ def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[t
             if not is_blank:
                 numbers, lines = zip(*group, strict=True)
                 yield numbers[0], "".join(lines).removesuffix("\n")
+
+
+def _read_pairs(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
+    """
+    Yield questions and answers as JSON, each pair with its number, from a text in which a mark begins each of them.
+
+    Raises:
+        `UserError`: if the text is of another form.
+    """
+    content = "" if file_format(path) in DOCUMENTS else next(_read_paragraphs(path, encoding, True))[1]
+    before, *parts = PAIR_MARKS.split(content)
+    texts = [text.strip() for text in parts[1::2]]
+    is_question = [mark is not None for mark in parts[::2]]
+    if not texts or before.strip() or not all(texts) or is_question != [True, False] * (len(texts) // 2):
+        form = "JSONL, or as .txt with `Q:` before each question and `A:` before each answer"
+        raise UserError(f"{path} holds plain text, and records are wanted. Write them as {form}.")
+    announce(f"reading {path} as {len(texts) // 2} pairs of question and answer")
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    yield from ((i, write_json({"prompt": q, "completion": a})) for i, (q, a) in enumerate(pairs, start=1))
 
 
 def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, list[str]]]:

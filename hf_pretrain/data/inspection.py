@@ -167,6 +167,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
     num_bytes = sum(len(text.encode()) for text in tokenizer.batch_decode(rendered, skip_special_tokens=True))
     tokens = int(lengths.mean() * survey.num_records)
     places = ", ".join(f"{share}%: {np.percentile(lengths, share):,.0f}" for share in (1, 10, 50, 90, 99, 100))
+    # Two digits: Chinchilla's number is a rule of thumb, and small data suffice for less than 0.1 M.
+    size = float(f"{MAX_PASSES * tokens / TOKENS_PER_PARAMETER:.2g}")
     kinds = ", ".join(f"{number:,} {kind}s" for kind, number in survey.kinds.most_common())
     return [
         ("Records", f"{kinds}, {survey.num_bytes / 1e6:,.1f} MB of text"),
@@ -179,8 +181,8 @@ def describe(survey: Survey, tokenizer: PreTrainedTokenizerFast, *, max_length: 
         ("Packed sequences", f"about {tokens / max_length:,.0f} of {max_length} tokens"),
         (
             "Model size",
-            f"up to {MAX_PASSES * tokens / TOKENS_PER_PARAMETER / 1e6:,.1f} M parameters, at {TOKENS_PER_PARAMETER} "
-            f"tokens per parameter and at most {MAX_PASSES} passes",
+            f"up to {size:,.0f} parameters, at {TOKENS_PER_PARAMETER} tokens per parameter and at most {MAX_PASSES} "
+            "passes",
         ),
     ]
 

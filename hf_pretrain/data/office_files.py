@@ -1,12 +1,29 @@
 """Read .xlsx, .docx and .pdf files as tables of texts (extra `documents`)."""
 
+import datetime
 import io
+import re
+import zipfile
+import zlib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-import pandas
 import pyarrow as pa
+from transformers.utils import logging
 
 from ..runtime.errors import UserError, needing_extra
+
+
+logger = logging.get_logger(__name__)
+
+# Largest size of a part of a file, in bytes, once it is decompressed: more text than any book, a few seconds to read.
+MAX_PART_BYTES = 100_000_000
+# How Excel writes control characters, and an underscore in front of a text that reads so.
+_ESCAPED = re.compile("_x(00[01][0-9A-F]|005F)_")
+_ERRORS = ("#NULL!", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#N/A")
+# Elements of Word that mammoth drops with their text: fields, such as the number of a figure, and the text below ruby.
+_FIELDS = re.compile(rb"</?w:(fldSimple|ruby|rubyBase)\b[^>]*>|<w:rt>.*?</w:rt>", re.DOTALL)
 
 
 def read_office_file(path: Path, extension: str, text_column: str | None) -> list[list[tuple[int, list[str]]]]:
@@ -16,30 +33,106 @@ def read_office_file(path: Path, extension: str, text_column: str | None) -> lis
     An .xlsx file has a table per sheet. Another file is a table whose only cell holds the whole text.
 
     Raises:
-        `UserError`: if the file is damaged or holds no text.
+        `UserError`: if the file is damaged, inflates to more than `MAX_PART_BYTES` or holds no text.
         `ImportError`: if the extra is not installed.
     """
     with needing_extra("documents", f"{path} needs mammoth, openpyxl and pdfminer.six"):
-        import mammoth
-        import openpyxl  # noqa: F401  pandas imports it late
-        from pdfminer.high_level import extract_text
-    file = io.BytesIO(pa.input_stream(path).read())
+        import mammoth  # noqa: F401
+        import openpyxl
+        import pdfminer  # noqa: F401  the readers import their parts
+    content = pa.input_stream(path).read()
     try:
         if extension == ".xlsx":
-            sheets = pandas.read_excel(file, sheet_name=None, header=None, dtype=str, keep_default_na=False)
-            # A cell with a date has the time of midnight.
-            sheets = {
-                name: sheet.replace(r"^(\d{4}-\d\d-\d\d) 00:00:00$", r"\1", regex=True)
-                for name, sheet in sheets.items()
-            }
-            tables = (enumerate(sheet.to_numpy().tolist(), start=1) for sheet in sheets.values())
-            return [[(number, row) for number, row in rows if any(row)] for rows in tables]
-        text = mammoth.extract_raw_text(file).value if extension == ".docx" else extract_text(file)
+            return _read_sheets(openpyxl.load_workbook(io.BytesIO(content), read_only=True, data_only=True))
+        text = _read_docx(path, content) if extension == ".docx" else _read_pdf(path, content)
+    except UserError:
+        raise
     # The libraries raise errors of many kinds for damaged files.
     except Exception as error:
         raise UserError(f"{path} cannot be read: {error!r}. Save it again, without a password.") from error
     # pdfminer writes (cid:7) for a character that the font of the file does not name.
     if not text.strip() or text.count("(cid:") * 100 > len(text):
         raise UserError(f"{path} holds no text, like a scan. Recognise its characters first (OCR), or remove it.")
-    # A form feed ends a page.
     return [[(0, [str(text_column)]), (1, [text.replace("\f", "\n")])]]
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > MAX_PART_BYTES:
+        raise UserError(f"{path} holds a part of over {MAX_PART_BYTES:,} bytes, decompressed. Save its text as .txt.")
+
+
+def _read_pdf(path: Path, content: bytes) -> str:
+    from pdfminer.high_level import extract_text
+
+    for stream in re.finditer(rb"stream\r?\n(.*?)endstream", content, re.DOTALL):
+        with suppress(zlib.error):
+            _check_size(path, len(zlib.decompressobj().decompress(stream[1], MAX_PART_BYTES + 1)))
+    return extract_text(io.BytesIO(content))
+
+
+def _read_docx(path: Path, content: bytes) -> str:
+    """
+    Return the text of a Word file with its notes at the end. Changes count as accepted. Comments, headers and footers
+    are left out.
+    """
+    from mammoth import docx
+
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(whole := io.BytesIO(), "w") as new:
+        for item in old.infolist():
+            if item.filename.endswith((".xml", ".rels")):
+                _check_size(path, item.file_size)
+                new.writestr(item.filename, _FIELDS.sub(b"", old.read(item)).replace(b"<w:cr/>", b"<w:br/>"))
+    found = docx.read(whole)
+    if any("oMath" in message.message for message in found.messages):
+        logger.warning(f"{path}: formulas are left out.")
+    references: list[Any] = []
+    text = _write_element(found.value, references)
+    # A note may refer to another one, which then follows.
+    for number, reference in enumerate(references, start=1):
+        body = found.value.notes.resolve(reference).body
+        text += f"[{number}] {''.join(_write_element(part, references) for part in body).strip()}\n\n"
+    return text
+
+
+def _write_element(element: Any, references: list[Any]) -> str:
+    """Return an element of mammoth's as text, and append its references to notes."""
+    from mammoth import documents
+
+    if isinstance(element, documents.Text):
+        return element.value
+    if isinstance(element, documents.NoteReference):
+        references.append(element)
+        return f"[{len(references)}]"
+    if isinstance(element, documents.Break):
+        # A form feed ends a page.
+        return "\n" if element.break_type == "line" else "\f"
+    if isinstance(element, documents.Tab):
+        return "\t"
+    children = element.children if isinstance(element, documents.HasChildren) else []
+    text = "".join(_write_element(child, references) for child in children)
+    return text.strip("\f") + "\n\n" if isinstance(element, documents.Paragraph) else text
+
+
+def _read_sheets(book: Any) -> list[list[tuple[int, list[str]]]]:
+    """Return the rows of each sheet that hold a value. All rows of a sheet have the same number of cells."""
+    tables = []
+    for sheet in book.worksheets:
+        # Some programs write a wrong size.
+        sheet.reset_dimensions()
+        cells = ([_write_cell(value) for value in row] for row in sheet.iter_rows(values_only=True))
+        rows = [(number, row) for number, row in enumerate(cells, start=1) if any(row)]
+        width = max((len(row) for _, row in rows), default=0)
+        tables.append([(number, row + [""] * (width - len(row))) for number, row in rows])
+    return tables
+
+
+def _write_cell(value: Any) -> str:
+    """Return a value of a sheet as text: numbers of at most 15 digits, dates as in ISO 8601, and errors as nothing."""
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() else f"{value:.15g}"
+    # A cell with a date has the time of midnight.
+    if isinstance(value, datetime.datetime) and value.time() == datetime.time():
+        return value.date().isoformat()
+    if value is None or value in _ERRORS:
+        return ""
+    return re.sub("\r\n?", "\n", _ESCAPED.sub(lambda match: chr(int(match[1], 16)), str(value)))

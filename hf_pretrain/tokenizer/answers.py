@@ -32,7 +32,9 @@ def render_answers(
 
     The marks of the template say where that is. In a template without marks, an answer is what the text of the
     conversation adds to the prompt that inference renders for it. It must stay the same when more messages follow:
-    Qwen3, for example, drops thoughts of earlier turns, so that only the last answer is as the model generates it.
+    Qwen3, for example, drops thoughts of earlier turns, so that only answers to the last question are as the model
+    generates them. It also writes the empty thought of an answer without a thought only if the answer is the last
+    message. A call of a tool before it gets a blank thought, so that it reads as the model generates it.
 
     Args:
         tokenizer ([`PreTrainedTokenizerFast`]): with a chat template.
@@ -57,7 +59,15 @@ def render_answers(
 
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     pattern = control_pattern(tokenizer)
-    return rendered, [_find_answer(render, place, rendered, len(messages), pattern) for place in places]
+    spans = [_find_answer(render, place, rendered, len(messages), pattern) for place in places]
+    asked = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    untrained = {place for place, (start, end) in zip(places, spans, strict=True) if start == end and place > asked}
+    blank = [{"reasoning_content": "\n"} | m if i in untrained else m for i, m in enumerate(messages)]
+    if blank != messages:
+        again, found = render_answers(tokenizer, blank, tools, **variables)
+        if all(start < end for place, (start, end) in zip(places, found, strict=True) if place > asked):
+            return again, found
+    return rendered, spans
 
 
 def _find_answer(
@@ -108,7 +118,7 @@ def set_template(
         date (`str`, *optional*): the date that the template writes, in ISO format; by default today's.
 
     Returns:
-        `str`, *optional*: a note if only the last answer of a conversation can be trained.
+        `str`, *optional*: a note if only answers to the last question of a conversation can be trained.
 
     Raises:
         `UserError`: if there is no template; or if it has no marks and no answer can be found, or none that ends with
@@ -143,5 +153,5 @@ def _check_answers(tokenizer: PreTrainedTokenizerFast) -> str | None:
         raise UserError(f"The chat template ends no answer with a special token, so the model would not stop. {fix}.")
     if spans[0][0] < spans[0][1]:
         return None
-    cause = "the chat template renders earlier answers otherwise than the model generates them"
-    return f"Only the last answer of each conversation is trained: {cause}."
+    cause = "the chat template renders earlier ones otherwise than the model generates them"
+    return f"Only answers to the last question of each conversation are trained: {cause}."

@@ -105,7 +105,10 @@ def encode_chat(
 ) -> list[int]:
     """Encode a conversation like `apply_chat_template` with the same arguments; see [`encode_prompt`]."""
     rendered, spans = render_guarded(tokenizer, messages, tools, **variables)
-    return encode_rendered(tokenizer, rendered, [start for start, _ in spans])[0]
+    ids, _ = encode_rendered(tokenizer, rendered, [start for start, _ in spans])
+    if not ids:
+        raise UserError("The chat template renders no token. Put one that writes messages beside the tokenizer.")
+    return ids
 
 
 def render_guarded(

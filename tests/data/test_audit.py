@@ -56,6 +56,16 @@ def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
     longest = re.findall(r"Most tokens +([\d.]+): .*:(\d)", text)
     assert [int(line) for _, line in longest] == [2, 3, 1] or [int(line) for _, line in longest] == [3, 2, 1]
     assert [float(value) for value, _ in longest] == sorted((float(value) for value, _ in longest), reverse=True)
+    # Both figures count the bytes of the text without special tokens, so the mean lies within the single ones.
+    mean = float(re.search(r"Tokens  .*; ([\d.]+) per byte", text)[1])
+    odd = [float(value) for value, _ in re.findall(r"Most tokens per byte +([\d.]+): .*:(\d)", text)]
+    by_hand = []
+    for record in records:
+        rendered = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+        num_bytes = len(rendered.replace("<|im_start|>", "").replace("<|im_end|>", "").encode())
+        by_hand.append((len(tokenizer.apply_chat_template(record["messages"]).input_ids), num_bytes))
+    assert odd == pytest.approx(sorted((ids / size for ids, size in by_hand), reverse=True), rel=1e-3)
+    assert mean == pytest.approx(sum(ids for ids, _ in by_hand) / sum(size for _, size in by_hand), abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ def test_overlap_with_held_out_text():
     assert finder.finds(f"Question: {held_out.upper()} Answer: ...")
     assert not finder.finds(held_out[:50]) and not finder.finds("Plants take a gas from the air. " * 5)
     # A short text must be equal as a whole.
+    # Without held-out texts, nothing is computed: the text is not even read.
+    assert not OverlapFinder([]).finds(None)
     finder = OverlapFinder(["What is 17 + 4?", "x" * 60])
     assert finder.finds(" what is 17 + 4? ") and not finder.finds("What is 17 + 4? It is 21.")
 
@@ -161,7 +163,8 @@ def test_the_description_agrees_with_the_data(tmp_path):
     assert found["Tokens"].startswith(f"about {sum(lengths):,};")
     assert found["Tokens"].endswith(f"; {sum(lengths) / sum(map(len, [*texts, texts[0]])):.3f} per byte")
     assert found["Exact duplicates"].startswith(f"{1 / 41:.1%} ") and found["Over --max_length"].startswith("100.0%")
-    assert found["Model size"].startswith(f"up to {4 * sum(lengths) / 20 / 1e6:,.1f} M parameters")
+    size = found["Model size"].removeprefix("up to ").partition(" parameters")[0]
+    assert int(size.replace(",", "")) == pytest.approx(4 * sum(lengths) / 20, rel=0.05)
     assert found["Records"].startswith("41 texts, ")
 
 

@@ -180,6 +180,51 @@ def test_streams_and_processes_read_all_formats_alike(tmp_path, monkeypatch):
     assert caching.count_processes(300, 2) == 2 and load(num_proc=2) == whole == load()
 
 
+def by_hash(texts):
+    return sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+@pytest.mark.parametrize(
+    ("number", "schema", "fraction", "expected"),
+    [
+        (40, "text", 0.01, 1),
+        (360, "text", 0.01, 3),
+        (9, "text", 0.01, 0),
+        # Each fact to learn counts, unless the user's share holds one.
+        (40, "conversation", 0.01, 0),
+        (360, "conversation", 0.01, 3),
+        (40, "text", 0.0, 0),
+    ],
+)
+def test_small_data_have_documents_for_validation(tmp_path, capsys, number, schema, fraction, expected):
+    """Texts of which none has a hash of the validation set by chance: the ones with the smallest hashes are taken."""
+    texts = [text for text in by_hash(f"note {index}" for index in range(2 * number)) if share_of(text) >= 0.01]
+    texts = texts[:number]
+    conversations = [{"prompt": text, "completion": "a"} for text in texts]
+    name = write_jsonl(tmp_path / "a.jsonl", texts if schema == "text" else conversations)
+    train, validation = load_documents([str(name)], schema=schema, validation_fraction=fraction)
+    assert (len(train), len(validation)) == (number - expected, expected)
+    if schema == "text":
+        assert set(validation["text"]) == {*by_hash(texts)[:expected]}
+    said = f"taking {expected} of {number} documents for validation"
+    assert (said in capsys.readouterr().err) == (expected > 0)
+    # A second name with one document keeps it.
+    one = write_jsonl(tmp_path / "b.jsonl", [texts[0]] if schema == "text" else conversations[:1])
+    assert len(load_documents([str(name), str(one)], schema=schema, validation_fraction=fraction)[1]) in (0, expected)
+
+
+def share_of(text):
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
+
+
+def test_a_directory_of_notes_in_markdown(tmp_path, capsys):
+    notes = [f"# Note {index}\n\nText.\n\n```\na\n\nb\n```\n" for index in range(40)]
+    for index, note in enumerate(notes):
+        (tmp_path / f"{index}.md").write_text(note)
+    train, validation = load_documents([str(tmp_path)])
+    assert sorted(texts_of(train, validation)) == sorted(notes) and len(validation) > 0
+
+
 def test_split_is_fixed_by_the_text_alone(tmp_path):
     texts = [f"text number {index}" for index in range(2000)]
     one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:500])

@@ -71,6 +71,23 @@ def test_conversations_of_chatgpt(tmp_path):
         load_documents([str(path)], schema="conversation", max_rejected_ratio=1.0)
 
 
+def test_citations_of_chatgpt_are_the_links_that_it_shows(tmp_path):
+    cite, entity = "\ue200cite\ue202turn0search3\ue201", '\ue200entity\ue202["city","Oslo"]\ue201'
+    links = [
+        {"matched_text": cite, "alt": "([a.org](https://a.org/b))"},
+        {"matched_text": entity, "alt": "Oslo"},
+        {"matched_text": " ", "alt": ""},
+        {"matched_text": "【1†source】", "alt": None},
+    ]
+    answer = f"It is {entity} {cite}. Not {cite.replace('3', '4')}. Old 【1†source】【4†b.pdf】 marks【1†c】. 【n】 "
+    question = node("user", "Where?")
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([chain(question, node("assistant", answer, metadata={"content_references": links}))]))
+    (record,) = read_records([str(path)])
+    text = "It is Oslo ([a.org](https://a.org/b)). Not. Old marks. 【n】"
+    assert contents(record) == [("user", "Where?"), ("assistant", text)]
+
+
 def chat(*messages, kind="personal_chat", number=5):
     """Return a chat as Telegram Desktop exports it, of pairs of seconds and sender, and a text."""
     written = [
@@ -122,6 +139,25 @@ def test_chats_of_telegram(tmp_path):
     expected = [*CONVERSATIONS, [("assistant", "you?"), ("user", "me")]]
     assert [contents(record) for record in read_records([str(path)])] == expected
     assert len(load_documents([str(path)], schema="conversation", validation_fraction=0)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        7,
+        None,
+        {"text": 3},
+        {"text": [{"type": "link"}]},
+        {"text": "no time", "from_id": "user5"},
+        {"text": "no sender"},
+    ],
+)
+def test_an_odd_message_of_telegram_is_left_out(tmp_path, odd, caplog):
+    path = tmp_path / "result.json"
+    odder = {**CHAT, "messages": [*CHAT["messages"][:5], odd, *CHAT["messages"][5:]]}
+    path.write_text(json.dumps({"chats": {"list": [7, {"type": "saved_messages"}, odder]}}, indent=1))
+    assert [contents(record) for record in read_records([str(path)])] == CONVERSATIONS
+    assert "1 messages of a chat of Telegram have another form, and are left out" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 
 import pandas
 import pyarrow as pa
@@ -59,16 +60,74 @@ def test_a_json_array(tmp_path):
         read(path)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md"])
-def test_paragraphs_of_a_text_file(tmp_path, name):
-    path = tmp_path / name
+def test_paragraphs_of_a_text_file(tmp_path):
+    path = tmp_path / "a.txt"
     path.write_bytes("\n\nfirst\r\n  document\r\n\r\n\n第二\n \nlatin ".encode() + b"\xe9\n\nlast")
     records = read(path)
     assert records[:2] == [(3, {"text": "first\n  document"}), (7, {"text": "第二"})] and records[3][0] == 11
-    assert records[2][1].startswith("bad: not UTF-8; pass the right --encoding, e.g. gb18030")
+    assert records[2][1].startswith("bad: not UTF-8; pass the right --encoding: cp1252 reads ")
     assert [text for _, text in read(path, encoding="latin-1")][2] == {"text": "latin é"}
     path.write_text("\none\n\ntwo\n")
     assert read(path, whole_files=True) == [(1, {"text": "\none\n\ntwo\n"})]
+    # Markdown would fall into headings and halves of code.
+    path = path.rename(tmp_path / "a.md")
+    assert read(path) == [(1, {"text": "\none\n\ntwo\n"})]
+
+
+PAIRS = {
+    "Q: 2+2?\nA: 4\n\nq: Why?\n\na: Because.\nSo it is: a rule.\n": [
+        ("2+2?", "4"),
+        ("Why?", "Because.\nSo it is: a rule."),
+    ],
+    "\n**Question 1:** Who?\n**Answer 1:** I.\n": [("Who?", "I.")],
+    "问：你好吗？\n答：很好。\n问题：再见？\n答案： 再见。": [("你好吗？", "很好。"), ("再见？", "再见。")],
+    "Q: a\nQ: b\nA: c": None,
+    "A: a\nQ: b\nA: c": None,
+    "Q: a\nA: b\nQ: c": None,
+    "Q: a\nA:\nQ: b\nA: c": None,
+    "A title\n\nQ: a\nA: b": None,
+    "A story. Q: was not there.": None,
+}
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_pairs_in_a_text_file(tmp_path, text, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    if PAIRS[text] is None:
+        with pytest.raises(
+            ValueError, match="a.txt holds plain text, and records are wanted.*`Q:` before each question"
+        ):
+            list(read_file(path, text_column=None))
+        return
+    records = [parse_json(content) for _, content in read_file(path, text_column=None)]
+    assert [(record["prompt"], record["completion"]) for record in records] == PAIRS[text]
+    assert f"a.txt as {len(records)} pairs of question and answer" in capsys.readouterr().err
+    assert len(load_documents([str(path)], schema="conversation", validation_fraction=0)[0]) == len(records)
+    # A run on text reads the same file as paragraphs.
+    assert read(path)[0][1]["text"] in text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "word", "others"),
+    [
+        ("cp1252", "R\u00f6ntgen", "gb18030 reads .*R\u9c0atgen"),
+        ("cp1251", "\u041f\u0440\u0438\u0432\u0435\u0442", ""),
+        ("cp932", "\u65e5\u672c", ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.txt"])
+def test_a_wrong_encoding_shows_what_others_read(tmp_path, encoding, word, others, name):
+    line = {"a.csv": "text\n{}\n{}\n", "a.json": '[{{"text": "{}"}}, {{"text": "{}"}}]', "a.txt": "{}\n\n{}\n"}[name]
+    path = tmp_path / name
+    path.write_bytes(line.format(f"Wer? {word}!", word).encode(encoding))
+    with pytest.raises(
+        ValueError, match=f"not UTF-8; pass the right --encoding: .*{encoding} reads .*Wer. {word}!"
+    ) as raised:
+        load_documents([str(path)])
+    assert re.search(others, str(raised.value))
+    # Lines of one fault are counted together.
+    assert name == "a.json" or "2 x not UTF-8" in str(raised.value)
 
 
 TABLE = pandas.DataFrame({"text": ["plain", "早上好，你好吗？", "再见"] * 20, "标签": "好"})
@@ -90,13 +149,16 @@ def test_every_encoding_is_read_or_named(tmp_path, name, encoding):
         assert [record["text"] for _, record in read(path, encoding=given)] == TABLE["text"].to_list()
     if given != encoding:
         return
-    wanted = {"gb18030": "not UTF-8; pass the right --encoding, e.g. gb18030", "utf-16-le": "--encoding utf-16-le"}
+    wanted = {"gb18030": "not UTF-8; pass the right --encoding: gb18030 reads ", "utf-16-le": "--encoding utf-16-le"}
     with pytest.raises(ValueError, match=wanted[encoding]):
         load_documents([str(path)], streaming=True)
 
 
 @pytest.mark.parametrize("name", ["gb18031", "hex"])
 def test_an_unknown_encoding_is_named(tmp_path, name):
+    (tmp_path / "b.txt").write_bytes(b"a\xff\x00")
+    with pytest.raises(ValueError, match="b.txt is not UTF-16-LE. Pass the right --encoding"):
+        read(tmp_path / "b.txt", encoding="utf-16-le")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=f"--encoding {name} is unknown"):
         read(tmp_path / "a.txt", encoding=name)

@@ -135,7 +135,8 @@ def test_answers_are_where_trl_marks_them(base, name, source):
         return
     set_template(tokenizer)
     # Gemma 4 ends a call with `<|tool_response>`. We train this stop token, and TRL does not.
-    messages = CONVERSATIONS[: 4 if name == "diffusion_gemma" else None]
+    # Qwen3's calls without thoughts have a test of their own.
+    messages = CONVERSATIONS[: 4 if name == "diffusion_gemma" or (name, source) == ("qwen3", "plain") else None]
     fit = in_parts if name in IN_PARTS else list
     results = [compare(tokenizer, conversation, marked, fit) for conversation in messages]
     found = [result for result in results if result is not None]
@@ -185,9 +186,48 @@ def test_a_template_of_qwen_is_whole_after_loading(base, tmp_path):
     assert load_tokenizer(tmp_path).chat_template == template
 
 
-def test_qwen3_trains_the_last_answer_and_says_so(base):
+SECOND = {"type": "function", "function": {"name": "mul", "arguments": {"b": 3}}}
+RESULTS = [{"role": "tool", "name": name, "content": text} for name, text in (("add", "4"), ("mul", "12"))]
+CALLS = [
+    CONVERSATIONS[4],
+    [user("2+2?"), assistant("", tool_calls=[CALL]), RESULTS[0], assistant("", tool_calls=[SECOND]), RESULTS[1]],
+    [user("2+2?"), assistant("I add.", reasoning_content="Hm.", tool_calls=[CALL]), RESULTS[0]],
+]
+CALLS[1:] = [[*calls, assistant("It is.")] for calls in CALLS[1:]]
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_calls_of_qwen3_are_trained_as_trl_trains_them(base, calls):
     tokenizer = with_template(base, (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
-    assert set_template(tokenizer).startswith("Only the last answer of each conversation is trained")
+    set_template(tokenizer)
+    marked = (TEMPLATES / "qwen3_training.jinja").read_text(encoding="utf-8")
+    ours, theirs, _ = compare(tokenizer, calls, marked)
+    assert ours == theirs
+    # The first call is what the model generates after the prompt of inference.
+    prompt = tokenizer.apply_chat_template(calls[:1], add_generation_prompt=True).input_ids
+    generated = tokenizer.apply_chat_template(calls[:2]).input_ids
+    ids, numbers = encode_conversation(tokenizer, json.loads(read_conversation({"messages": calls}))["messages"])
+    assert ids[: len(generated)] == generated and generated[: len(prompt)] == prompt
+    assert numbers[: len(generated)] == [0] * len(prompt) + [1] * (len(generated) - len(prompt))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"glm4moe", *UNTRAINED}])
+def test_calls_without_thoughts_are_trained(base, name):
+    tokenizer = with_template(base, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    set_template(tokenizer)
+    for calls in CALLS[:2]:
+        try:
+            _, numbers = encode_conversation(tokenizer, json.loads(read_conversation({"messages": calls}))["messages"])
+        except UserError as error:
+            # The template knows no tools.
+            assert "leaves" in str(error) or "cannot render" in str(error)
+        else:
+            assert set(numbers) - {0} == {*range(1, 1 + len([m for m in calls if m["role"] == "assistant"]))}
+
+
+def test_qwen3_trains_answers_to_the_last_question_and_says_so(base):
+    tokenizer = with_template(base, (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
+    assert set_template(tokenizer).startswith("Only answers to the last question of each conversation are trained")
     messages = [user("Why?"), assistant("It is.", reasoning_content="Hm."), user("And?"), assistant("So what.")]
     ids, numbers = encode_conversation(tokenizer, messages)
     assert set(numbers) == {0, 2}

@@ -1,10 +1,12 @@
 """What the chat template writes and marks, and how the response template parses it."""
 
+import copy
 import json
 
 import pytest
 from transformers import AutoTokenizer
 
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
@@ -68,6 +70,14 @@ def test_prompts_are_encoded_as_transformers_does(tokenizer, name, messages, opt
                 messages, tools=tools, add_generation_prompt=True, return_dict=False, **options
             )
             assert encode_prompt(tokenizer, messages, tools, **options) == expected
+
+
+@pytest.mark.parametrize("template", ["{# a comment #}", "{% for m in messages %}{{ m.text }}{% endfor %}"])
+def test_a_template_that_renders_nothing_is_named(tokenizer, template):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="The chat template renders no token"):
+        encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
 
 
 def test_messages_cannot_insert_control_tokens(named):
