@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import requests
 
-from hf_pretrain.board import launching, runs
+from hf_pretrain.board import launching, runs, serving
 from hf_pretrain.reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME
 from hf_pretrain.reports.texts import preferred_language
 from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
@@ -291,6 +292,29 @@ def test_foreign_pages_and_requests_without_the_token_are_refused(board, workspa
 
 
 # Parts
+
+
+def test_a_token_is_written_whole_and_one_that_can_be_guessed_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "HF_HOME", str(tmp_path))
+    place = tmp_path / "hf_pretrain/board_token"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As a full disk does, refuse each byte.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="could not be written"):
+            serving.read_token()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not place.exists()
+    seen = set()
+    for bad in (b"", b"\n", b"short", b"\xff" * 40, "ü".encode() * 30, b"a b" * 20):
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(bad)
+        token = serving.read_token()
+        assert len(token) >= 22 and serving.read_token() == token == place.read_text()
+        assert place.stat().st_mode & 0o077 == 0
+        seen.add(token)
+    assert len(seen) == 6
 
 
 def test_a_form_becomes_a_command():
