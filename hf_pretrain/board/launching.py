@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import redirect_stderr, suppress
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, write_holder
 from ..training.parsing import read_defaults
-from ..training.run_directory import COMMAND_VARIABLE
 from ..weights.model_arguments import choose_preset
 from ..weights.weight_files import read_json
 
@@ -39,6 +38,14 @@ FLAGS = (
     *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu", "nproc", "ds"),
 )
 CHAT_NAME = "chat.json"
+# The words before a recipe that `hf-pretrain` writes, and the usual ones of users; each ends with a newline.
+_LAUNCHERS = r"""(?x) (.*python[\d.]*\n)?
+    (.*\b(?P<program>torchrun|deepspeed|accelerate)\n (launch\n)? (
+        --standalone\n | --quiet\n | --(master|main_process)_port\n\d+\n | --signals-to-handle\n.*\n
+        | --nproc[_-]per[_-]node[\n=](?P<ranks>\d+)\n | --include\nlocalhost:(?P<devices>[\d,]+)\n
+        | --config_file\n(.*/)?recipes/accelerate_configs/(?P<config>\w+)\.yaml\n
+        | --deepspeed_config_file\n.*\n | --num_processes\n(?P<processes>\d+)\n
+    )*)?"""
 _STREAMS: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
 
 
@@ -139,23 +146,52 @@ def start_run(words: list[str]) -> None:
     _start(Path(words[-1]), command_of(*words), OUTPUT_NAME, LOCK_NAME)
 
 
-def resume_run(directory: Path) -> None:
-    """Start the command of the last launch again, wherever it was started, with the newest checkpoint."""
-    launches = read_launches(directory)
-    if not launches:
+def resume_words(directory: Path) -> list[str]:
+    """
+    Return the words after `hf-pretrain` that start the last launch of a run again, with its newest checkpoint.
+
+    The record of a run may come from anyone: it chooses a recipe of this package, a launcher and flags, but no
+    program, no environment variables and no code.
+
+    Raises:
+        `UserError`: if the run has no command, or if the board does not start its command.
+    """
+    launch = next(reversed(read_launches(directory)), {})
+    text, directory_then = str(launch.get("command", "")), str(launch.get("directory"))
+    # Variables stand before the command, as in a shell.
+    words = list(dropwhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), shlex.split(text)))
+    if not words:
         raise UserError("It has no command to resume. Start it again.")
-    launch, suffix = launches[-1], " --resume_from_checkpoint auto"
-    text = launch["command"].removesuffix(suffix) + suffix
     if "<token>" in text:
         raise UserError("Its command holds an access token, which is not recorded. Resume it in a terminal.")
-    if not Path(launch["directory"]).is_dir():
-        raise UserError(f"Its working directory {launch['directory']} does not exist any more.")
-    words = shlex.split(text)
-    # Variables stand before the command, as in a shell.
-    assignments = list(takewhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), words))
-    variables = dict(word.split("=", 1) for word in assignments) | {COMMAND_VARIABLE: text}
-    options = {"cwd": launch["directory"], "env": os.environ | variables}
-    _start(directory.absolute(), words[len(assignments) :], OUTPUT_NAME, LOCK_NAME, **options)
+    if Path(directory_then).resolve() != Path.cwd():
+        raise UserError(f"It was started in {directory_then}. Open a board there, or resume it in a terminal.")
+    recipes = {hf_pretrain_cli.RECIPES.resolve() / f"{stage}.py": stage for stage in hf_pretrain_cli.STAGES}
+    before = list(takewhile(lambda word: Path(word).resolve() not in recipes, words))
+    launcher = re.fullmatch(_LAUNCHERS, "".join(f"{word}\n" for word in before))
+    if launcher is None or before == words:
+        raise UserError("The board resumes recipes of this package, without options of launchers. Use a terminal.")
+    stage, flags = recipes[Path(words[len(before)]).resolve()], words[len(before) + 1 :]
+    _check_no_code(stage, flags)
+    number = launcher["ranks"] or launcher["processes"] or len((launcher["devices"] or "0").split(","))
+    launch_flags = ["--nproc", str(number), "--launcher", launcher["program"] or "torchrun"]
+    launch_flags += ["--accelerate", launcher["config"]] if launcher["config"] else []
+    for end in (resumed := ["--resume_from_checkpoint", "auto"], place := ["--output_dir", str(directory)]):
+        flags = flags[: -len(end)] if flags[-len(end) :] == end else flags
+    return [stage, *launch_flags, *flags, *place, *resumed]
+
+
+def _check_no_code(stage: str, flags: list[str]) -> None:
+    """Raise `UserError` if flags, or the file of `--config`, name code of the user."""
+    typed, _ = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_known_args(flags)
+    for values in (vars(typed), read_defaults(Path(typed.config)) if typed.config else {}):
+        if values.get("tools") or values.get("eval_tasks_path") or ":" in str(values.get("rewards")):
+            raise UserError("Its command names code or tasks of your own. Resume it in a terminal.")
+
+
+def resume_run(directory: Path) -> None:
+    """Resume a run, wherever it was started."""
+    _start(directory, command_of(*resume_words(directory)), OUTPUT_NAME, LOCK_NAME)
 
 
 def stop(directory: Path, holder: str = LOCK_NAME) -> None:

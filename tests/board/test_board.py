@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -403,6 +404,83 @@ def test_only_a_living_process_holds_a_directory(tmp_path):
     process.wait()
     place.write_text("")
     assert find_holder(place) is None
+
+
+def record(run: Path, command: str, **fields) -> Path:
+    """Write the record of a run that was started in the working directory."""
+    run.mkdir(parents=True, exist_ok=True)
+    launch = {"command": command, "directory": os.getcwd()} | fields
+    (run / RECORD_NAME).write_text(json.dumps([launch]))
+    return run
+
+
+RECIPE = str(ROOT / "recipes/pretrain.py")
+CONFIGS = ROOT / "recipes/accelerate_configs"
+
+
+@pytest.mark.parametrize(
+    ("before", "launcher"),
+    [
+        ("LD_PRELOAD=/tmp/x.so OMP_NUM_THREADS=1 /usr/bin/python3.12", "--nproc 1 --launcher torchrun"),
+        ("python /b/torchrun --nproc_per_node=4 --master_port 29501", "--nproc 4 --launcher torchrun"),
+        ("/elsewhere/torchrun --standalone --nproc-per-node 2", "--nproc 2 --launcher torchrun"),
+        ("torchrun --signals-to-handle SIGTERM,SIGINT --nproc_per_node 2", "--nproc 2 --launcher torchrun"),
+        ("deepspeed --quiet --include localhost:0,1,2 --master_port 1", "--nproc 3 --launcher deepspeed"),
+        ("deepspeed", "--nproc 1 --launcher deepspeed"),
+        (
+            f"accelerate launch --config_file {CONFIGS}/zero2.yaml --deepspeed_config_file x.json --num_processes 2 "
+            "--main_process_port 1",
+            "--nproc 2 --launcher accelerate --accelerate zero2",
+        ),
+    ],
+)
+def test_a_run_of_any_launcher_is_resumed_by_the_command_of_this_package(tmp_path, monkeypatch, before, launcher):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--preset", "tiny", "--run_name", "a b"]
+    place = ["--output_dir", "out/a"]
+    for more, then in ((place, place), (["--output_dir", "/b"], ["--output_dir", "/b", *place])):
+        text = f"{before} {shlex.join([RECIPE, *flags, *more])}"
+        for command in (text, f"{text} --resume_from_checkpoint auto"):
+            words = launching.resume_words(record(Path("out/a"), command))
+            assert words == ["pretrain", *launcher.split(), *flags, *then, "--resume_from_checkpoint", "auto"]
+
+
+PROGRAM = "import pathlib; pathlib.Path('ran').touch()"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", "no command"),
+        ("A=1", "no command"),
+        ("touch ran", "recipes of this package"),
+        (f"sh -c 'touch ran' {RECIPE}", "recipes of this package"),
+        (f'{sys.executable} -c "{PROGRAM}" {RECIPE}', "recipes of this package"),
+        (f"torchrun --no-python touch ran {RECIPE}", "recipes of this package"),
+        (f"accelerate launch --config_file mine.yaml {RECIPE}", "recipes of this package"),
+        (f"deepspeed --include other:0 {RECIPE}", "recipes of this package"),
+        (f"torchrun -m mine {RECIPE}", "recipes of this package"),
+        ("python pretrain.py", "recipes of this package"),
+        (f"python {ROOT}/recipes/../hf_pretrain_cli.py pretrain", "recipes of this package"),
+        (f"python {RECIPE} --run_name '", "quotation"),
+        (f"python {RECIPE} --run_name <token>", "token"),
+        (f"python {ROOT}/recipes/grpo.py --rewards out.a.mine:run", "code or tasks of your own"),
+        (f"python {ROOT}/recipes/grpo.py --tools out.a.mine:run", "code or tasks of your own"),
+        (f"python {RECIPE} --eval_tasks_path out/a", "code or tasks of your own"),
+        (f"python {ROOT}/recipes/grpo.py --config out/a/mine.yaml", "code or tasks of your own"),
+    ],
+)
+def test_a_record_starts_no_program_and_no_code_of_its_own(tmp_path, monkeypatch, command, message):
+    monkeypatch.chdir(tmp_path)
+    run = record(Path("out/a"), command)
+    (run / "mine.py").write_text(f"{PROGRAM}\nrun = print\n")
+    (run / "mine.yaml").write_text("rewards: [out.a.mine:run]\n")
+    with pytest.raises(ValueError, match=message):
+        launching.resume_run(run)
+    assert {path.name for path in run.iterdir()} == {RECORD_NAME, "mine.py", "mine.yaml"}
+    # The words of the record hold for the directory in which they were typed.
+    with pytest.raises(ValueError, match=message if message == "no command" else "started in|token|quotation"):
+        launching.resume_run(record(run, command, directory=str(tmp_path / "out")))
 
 
 def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
