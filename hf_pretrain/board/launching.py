@@ -24,10 +24,9 @@ import hf_pretrain_cli
 from ..reports.run_files import OUTPUT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
-from ..runtime.writing import LOCK_NAME, find_holder, write_holder
+from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
 from ..training.parsing import read_defaults
 from ..weights.model_arguments import choose_preset
-from ..weights.weight_files import read_json
 
 
 # The flags that people change. The parsers of the stages and of the command know their helps, choices and defaults.
@@ -200,7 +199,7 @@ def stop(directory: Path, holder: str = LOCK_NAME) -> None:
     if process is None:
         raise UserError("It does not run.")
     # Before the first rank takes the lock, DeepSpeed's launcher would end without its ranks.
-    is_starting = holder == LOCK_NAME and read_json(directory / holder).get("is_launcher")
+    is_starting = holder == LOCK_NAME and read_holder(directory / holder).get("is_launcher")
     for each in [*(process.children(recursive=True) if is_starting else ()), process]:
         with suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGTERM)
@@ -215,3 +214,11 @@ def start_chat(directory: Path) -> None:
         port, web_port = (str(each.getsockname()[1]) for each in (first, second))
     words = ["serve", "--web", "--model_name_or_path", str(directory), "--port", port, "--web_port", web_port]
     _start(directory, command_of(*words), "chat.log", CHAT_NAME, url=f"http://127.0.0.1:{web_port}")
+
+
+def answers(url: str) -> bool:
+    """Return whether a server of this machine listens at an address."""
+    port = re.fullmatch(r"http://127\.0\.0\.1:(\d{1,5})", url)
+    with suppress(OSError, OverflowError):
+        return port is not None and socket.create_connection(("127.0.0.1", int(port[1])), timeout=1).close() is None
+    return False

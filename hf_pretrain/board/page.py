@@ -3,6 +3,7 @@
 import re
 import shlex
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +17,11 @@ import hf_pretrain_cli
 from ..model.presets import PRESETS
 from ..reports.texts import LANGUAGES, Translation, translation
 from ..runtime.errors import needing_extra
-from ..runtime.writing import find_holder
+from ..runtime.writing import find_holder, read_holder
 from ..weights.exporting import EXPORT_FORMATS
 from ..weights.weight_files import read_json
 from . import launching, runs
-from .launching import FLAGS, find_defaults, make_words, run_command
+from .launching import FLAGS, answers, find_defaults, make_words, run_command
 from .runs import OUT
 
 
@@ -127,10 +128,14 @@ def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
     choices = gr.update(choices=_choices(t), **chosen_value)
     if chosen is None:
         return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
-    # Nothing moves while nothing changes, so that a reader keeps what is open.
-    now = (chosen, runs.stamp(OUT / chosen)[:2], runs.state_of(chosen))
-    view = gr.skip() if now == seen else runs.show(chosen, t)
-    return [choices, now, view, runs.read_output(chosen), _link(chosen, t)]
+    # Nothing moves while nothing changes, so that a reader keeps what is open. The charts of a run that trains take a
+    # twentieth of the time at most: it needs the cores.
+    now, started = (chosen, runs.state_of(chosen), runs.stamp(OUT / chosen)[:2]), time.monotonic()
+    if seen is not None and (seen[0] == now or (seen[0][:2] == now[:2] and started < seen[1])):
+        return [choices, seen, gr.skip(), runs.read_output(chosen), _link(chosen, t)]
+    view = runs.show(chosen, t)
+    seen = (now, started + 20 * (time.monotonic() - started))
+    return [choices, seen, view, runs.read_output(chosen), _link(chosen, t)]
 
 
 async def _show_output(
@@ -148,7 +153,9 @@ def _link(name: str, t: Translation) -> str:
     place = OUT / name / launching.CHAT_NAME
     if find_holder(place) is None:
         return ""
-    return f'<a href="{escape(read_json(place)["url"])}" target="_blank" rel="noopener">{t("Open the chat")}</a>'
+    url = str(read_holder(place).get("url"))
+    # Others can write the file. The server opens the port of the page when the model is loaded.
+    return f'<a href="{url}" target="_blank" rel="noopener">{t("Open the chat")}</a>' if answers(url) else ""
 
 
 def _make_field(flag: str, flags: dict[str, Any], info: str | None) -> gr.Dropdown | gr.Textbox:

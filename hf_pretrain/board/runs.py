@@ -28,7 +28,9 @@ def find_runs() -> list[str]:
     patterns = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (RECORD_NAME, OUTPUT_NAME))
     found = {path.parent for pattern in patterns for path in OUT.glob(pattern)}
     newest = sorted(found, key=lambda directory: max(stamp(directory)), reverse=True)
-    return [directory.relative_to(OUT).as_posix() for directory in newest]
+    names = [directory.relative_to(OUT).as_posix() for directory in newest]
+    # A browser gets text in UTF-8, which some names of files are not.
+    return [name for name in names if name.isprintable()]
 
 
 def stamp(directory: Path) -> tuple[int, ...]:
@@ -76,7 +78,9 @@ def show(name: str, t: Translation) -> str:
     run = read(name)
     charts = [*draw_charts([run], expected=_expected(run), size=_SIZE, t=t)]
     template = environment.get_template("board/run.html.jinja")
-    return template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
+    text = template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
+    # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
+    return text.encode(errors="replace").decode()
 
 
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
@@ -102,7 +106,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
 
 def _expected(run: Run) -> list[Line]:
     """Return the recorded loss of a run with the same arguments, if its preset has one (`benchmarks/expected.py`)."""
-    config = Path(run.arguments.get("config") or "")
+    config = Path(str(run.arguments.get("config") or ""))
     path = hf_pretrain_cli.RECIPES / config.parent.name / "expected.json"
     recorded = read_json(path).get(config.stem, {}) if path.is_file() else {}
     if not recorded or any(run.arguments.get(name) != value for name, value in recorded["arguments"].items()):
