@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import codecs
 import io
+import json
 import os
 import re
 import shlex
@@ -29,14 +30,11 @@ from ..training.parsing import read_defaults
 from ..weights.model_arguments import choose_preset
 
 
-# The flags that people change. The parsers of the stages and of the command know their helps, choices and defaults.
-FLAGS = (
-    *("dataset_name", "eval_dataset_name", "train_fraction", "max_length", "model_name_or_path"),
-    *("teacher_name_or_path", "rewards", "num_train_epochs", "max_steps", "max_minutes", "learning_rate"),
-    *("lr_scheduler_type", "optim_preset", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft"),
-    *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu", "nproc", "ds"),
-)
+# The flags that people change, by group, with their names for people. Parsers know their helps, choices and defaults.
+FORM: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("form.json").read_text(encoding="utf-8"))
+FLAGS = tuple(flag for group in FORM.values() for flag in group)
 CHAT_NAME = "chat.json"
+_RESUMED = ["--resume_from_checkpoint", "auto"]
 # The words before a recipe that `hf-pretrain` writes, and the usual ones of users; each ends with a newline.
 _LAUNCHERS = r"""(?x) (.*python[\d.]*\n)?
     (.*\b(?P<program>torchrun|deepspeed|accelerate)\n (launch\n)? (
@@ -89,15 +87,33 @@ def make_words(
     return [*words, *shlex.split(more), "--output_dir", f"out/{name}"]
 
 
+def read_words(actions: dict[str, argparse.Action], words: Sequence[str]) -> tuple[str, list[str], str]:
+    """Return the preset, the values of `FLAGS` and the other flags of a form, for the words after a stage."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--") or not given:
+            flag, _, value = word.lstrip("-").partition("=")
+            values = given[flag.replace("-", "_")] = [value] if value else []
+        else:
+            values.append(word)
+    given.pop("output_dir", None)
+    preset = given.pop("model_preset", given.pop("preset", ["auto"]))[0]
+    known = {flag: given.pop(flag) or ["true"] for flag in FLAGS if flag in given and flag in actions}
+    join = {flag: shlex.join if actions[flag].nargs in ("+", "*") else " ".join for flag in known}
+    more = shlex.join(word for flag, values in given.items() for word in (f"--{flag}", *values))
+    return preset, [join[flag](known[flag]) if flag in known else "" for flag in FLAGS], more
+
+
 def evaluation_words(run: Path, tasks: str, data: str, more: str) -> list[str]:
     """Return the words after `hf-pretrain` that evaluate a run, on tasks and on data if they are named."""
     words = ["evaluate", "--model_name_or_path", str(run), *(["--tasks", tasks] if tasks else [])]
     return [*words, *(["--eval_dataset_name", *shlex.split(data)] if data else []), *shlex.split(more)]
 
 
-def export_words(run: Path, form: str, repository: str) -> list[str]:
+def export_words(run: Path, form: str, dtype: str, repository: str) -> list[str]:
     """Return the words after `hf-pretrain` that export a run, and push it if a repository is named."""
-    words = ["convert", "--from", str(run), "--to", f"{run}-{form}", "--format", form]
+    place = "-".join(filter(None, (str(run), form, dtype)))
+    words = ["convert", "--from", str(run), "--to", place, "--format", form, *(["--dtype", dtype] if dtype else [])]
     return [*words, *(["--push", "--hub_model_id", repository] if repository else [])]
 
 
@@ -130,13 +146,13 @@ async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
             process.terminate()
 
 
-def _start(directory: Path, command: list[str], output: str, holder: str, *, url: str = "", **options: Any) -> None:
+def _start(directory: Path, command: list[str], output: str, holder: str, *, url: str = "") -> None:
     """Start a process in a session of its own, which outlives the board, and write down which process it is."""
     if find_holder(directory / holder) is not None:
         raise UserError("It runs already.")
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / output).open("ab") as file:
-        process = subprocess.Popen(command, start_new_session=True, stdout=file, **_STREAMS, **options)
+        process = subprocess.Popen(command, start_new_session=True, stdout=file, **_STREAMS)
     write_holder(directory / holder, process.pid, url=url, is_launcher=True)
 
 
@@ -145,9 +161,9 @@ def start_run(words: list[str]) -> None:
     _start(Path(words[-1]), command_of(*words), OUTPUT_NAME, LOCK_NAME)
 
 
-def resume_words(directory: Path) -> list[str]:
+def recorded_words(directory: Path) -> list[str]:
     """
-    Return the words after `hf-pretrain` that start the last launch of a run again, with its newest checkpoint.
+    Return the words after `hf-pretrain` of the last launch of a run, wherever it was started.
 
     The record of a run may come from anyone: it chooses a recipe of this package, a launcher and flags, but no
     program, no environment variables and no code.
@@ -155,7 +171,7 @@ def resume_words(directory: Path) -> list[str]:
     Raises:
         `UserError`: if the run has no command, or if the board does not start its command.
     """
-    launch = next(reversed(read_launches(directory)), {})
+    launch: dict[str, Any] = next(reversed(read_launches(directory)), {})
     text, directory_then = str(launch.get("command", "")), str(launch.get("directory"))
     # Variables stand before the command, as in a shell.
     words = list(dropwhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), shlex.split(text)))
@@ -173,11 +189,11 @@ def resume_words(directory: Path) -> list[str]:
     stage, flags = recipes[Path(words[len(before)]).resolve()], words[len(before) + 1 :]
     _check_no_code(stage, flags)
     number = launcher["ranks"] or launcher["processes"] or len((launcher["devices"] or "0").split(","))
-    launch_flags = ["--nproc", str(number), "--launcher", launcher["program"] or "torchrun"]
-    launch_flags += ["--accelerate", launcher["config"]] if launcher["config"] else []
-    for end in (resumed := ["--resume_from_checkpoint", "auto"], place := ["--output_dir", str(directory)]):
+    launch_flags = ["--nproc", str(number), *(["--accelerate", launcher["config"]] if launcher["config"] else [])]
+    launch_flags += ["--launcher", "deepspeed"] if launcher["program"] == "deepspeed" else []
+    for end in (_RESUMED, ["--output_dir", str(directory)]):
         flags = flags[: -len(end)] if flags[-len(end) :] == end else flags
-    return [stage, *launch_flags, *flags, *place, *resumed]
+    return [stage, *launch_flags, *flags]
 
 
 def _check_no_code(stage: str, flags: list[str]) -> None:
@@ -189,8 +205,9 @@ def _check_no_code(stage: str, flags: list[str]) -> None:
 
 
 def resume_run(directory: Path) -> None:
-    """Resume a run, wherever it was started."""
-    _start(directory, command_of(*resume_words(directory)), OUTPUT_NAME, LOCK_NAME)
+    """Start the last launch of a run again, with its newest checkpoint."""
+    words = [*recorded_words(directory), "--output_dir", str(directory), *_RESUMED]
+    _start(directory, command_of(*words), OUTPUT_NAME, LOCK_NAME)
 
 
 def stop(directory: Path, holder: str = LOCK_NAME) -> None:
@@ -219,6 +236,5 @@ def start_chat(directory: Path) -> None:
 def answers(url: str) -> bool:
     """Return whether a server of this machine listens at an address."""
     port = re.fullmatch(r"http://127\.0\.0\.1:(\d{1,5})", url)
-    with suppress(OSError, OverflowError):
-        return port is not None and socket.create_connection(("127.0.0.1", int(port[1])), timeout=1).close() is None
-    return False
+    with socket.socket() as client:
+        return port is not None and int(port[1]) < 65536 and client.connect_ex(("127.0.0.1", int(port[1]))) == 0

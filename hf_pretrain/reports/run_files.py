@@ -13,7 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..weights.weight_files import read_json
 from .metrics import NATS
 
 
@@ -28,15 +27,9 @@ OUTPUT_NAME = "output.log"
 # A larger file is no record of a run.
 _MOST_BYTES = 256 << 20
 # What readers of a record rely on. Anyone can write one, and a disk can damage it.
-_SHAPE: dict[str, Any] = {
-    "arguments": {},
-    "versions": {},
-    "samples": [[0, [["", ""]]]],
-    "next_commands": [["", ""]],
-    "data": {"counts": [""]},
-    "unigram_loss": 0.0,
-    **dict.fromkeys(("command", "directory", "stopped", "loss_unit", "recipe"), ""),
-}
+_SHAPE: dict[str, Any] = {"arguments": {}, "versions": {}, "data": {"counts": [""]}, "unigram_loss": 0.0}
+_SHAPE |= {"samples": [[0, [["", ""]]]], "next_commands": [["", ""]], "recipe": "", "loss_unit": ""}
+_SHAPE |= {"command": "", "directory": "", "stopped": ""}
 # By file: the number of bytes that were read, the last of them, and the entries that they hold.
 _read_logs: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}
 
@@ -132,8 +125,18 @@ def read_run(directory: str | Path) -> Run:
         return Run(directory.resolve().name, read_launches(directory), _read_log(file))
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(filter(Path.is_file, states), key=lambda path: path.stat().st_mtime, default=None)
-    log = read_json(newest).get("log_history") if newest else []
+    state = _read_json(newest) if newest else {}
+    log = state.get("log_history") if isinstance(state, dict) else None
     return Run(directory.resolve().name, read_launches(directory), _figures(log if isinstance(log, list) else []))
+
+
+def _read_json(path: Path) -> Any:
+    """Return what a record holds; `None` if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning(f"{path} is damaged ({error}), so it is left out.")
+        return None
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
@@ -153,11 +156,13 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _figures(entries: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the numbers in entries of a log. Leave out entries without a step."""
-    found = (entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("step"), int))
-    figures = ({name: each for name, each in entry.items() if isinstance(each, int | float)} for entry in found)
-    # Larger integers are no floats.
-    return [{name: each for name, each in entry.items() if not abs(each) > 1e300} for entry in figures]
+    """Return the numbers in entries of a log. Leave out entries without a step, and integers that are no floats."""
+    found = [
+        {name: each for name, each in entry.items() if isinstance(each, int | float) and not abs(each) > 1e300}
+        for entry in entries
+        if isinstance(entry, dict)
+    ]
+    return [figures for figures in found if isinstance(figures.get("step"), int)]
 
 
 def _parse(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
@@ -188,7 +193,8 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
     for directory in dict.fromkeys(directories):
         run = read_run(directory)
         if run.launches and run.log:
-            run.name = str(directory)
+            # A name may be no text in UTF-8.
+            run.name = str(directory).encode(errors="replace").decode()
             runs.append(run)
         else:
             reasons.append(f"{directory} holds no run that has logged something. Pass the --output_dir of a run.")
@@ -209,13 +215,9 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:
     """Return the launches that `run.json` holds; an empty list if there is no such file."""
     record = Path(directory, RECORD_NAME)
-    try:
-        is_record = record.is_file() and record.stat().st_size < _MOST_BYTES
-        launches = json.loads(record.read_text(encoding="utf-8")) if is_record else []
-        return [{name: each for name, each in launch.items() if _fits({name: each}, _SHAPE)} for launch in launches]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning(f"{record} is damaged ({error}), so it is left out.")
-        return []
+    launches = _read_json(record) if record.is_file() else []
+    kept = [launch for launch in (launches if isinstance(launches, list) else []) if isinstance(launch, dict)]
+    return [{name: each for name, each in launch.items() if _fits({name: each}, _SHAPE)} for launch in kept]
 
 
 def _fits(value: Any, shape: Any) -> bool:

@@ -87,9 +87,8 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raise `UserError` for anything else."""
     try:
-        # Reading a FIFO would wait for a writer.
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() or not path.exists() else None
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a JSON file that can be read: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold a JSON object.")
