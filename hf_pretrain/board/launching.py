@@ -59,7 +59,9 @@ def read_flags() -> dict[str, dict[str, argparse.Action]]:
 
 
 def find_defaults(stage: str, preset: str) -> dict[str, Any]:
-    """Return the values that a preset gives to the flags of a stage."""
+    """Return the values that a preset gives to the flags of a stage. The empty name stands for no preset."""
+    if not preset:
+        return {}
     path = hf_pretrain_cli.RECIPES / choose_preset(preset) / f"{stage}.yaml"
     values = read_defaults(path) if path.is_file() or (path.parents[1] / "base" / path.name).is_file() else {}
     # A value may depend on the precision.
@@ -80,7 +82,7 @@ def make_words(
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError("Use letters, digits, and . _ - for the name.")
-    words = [stage, "--preset", preset]
+    words = [stage, *(["--preset", preset] if preset else [])]
     for flag, value in zip(FLAGS, values, strict=True):
         if value and flag in actions:
             words += [f"--{flag}", *(shlex.split(value) if actions[flag].nargs in ("+", "*") else [value])]
@@ -97,7 +99,7 @@ def read_words(actions: dict[str, argparse.Action], words: Sequence[str]) -> tup
         else:
             values.append(word)
     given.pop("output_dir", None)
-    preset = given.pop("model_preset", given.pop("preset", ["auto"]))[0]
+    preset = given.pop("model_preset", given.pop("preset", [""]))[0]
     known = {flag: given.pop(flag) or ["true"] for flag in FLAGS if flag in given and flag in actions}
     join = {flag: shlex.join if actions[flag].nargs in ("+", "*") else " ".join for flag in known}
     more = shlex.join(word for flag, values in given.items() for word in (f"--{flag}", *values))

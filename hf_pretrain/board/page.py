@@ -193,7 +193,8 @@ def _add_form(opened: list[Any], tabs: gr.Tabs, chosen: gr.Radio, handlers: "_Fo
     quiet: dict[str, Any] = {"show_progress": "hidden"}
     with gr.Row():
         stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
-        preset = gr.Dropdown(["auto", *PRESETS], value="auto", label=t("Preset"), elem_id="preset", min_width=200)
+        presets = ["auto", *PRESETS, (t("none"), "")]
+        preset = gr.Dropdown(presets, value="auto", label=t("Preset"), elem_id="preset", min_width=200)
         name = gr.Textbox("", label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
         earlier = gr.Dropdown([], label=t("Fill in from a run"), elem_id="earlier", min_width=200)
     chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if handlers.language == "zh" else {}
@@ -262,7 +263,7 @@ class _Form:
         with _shown_errors(self.t):
             stage, *words = launching.recorded_words(OUT / _check_chosen(name, self.t))
         preset, values, more = launching.read_words(self.flags[stage], words)
-        return [stage, preset if preset in PRESETS else "auto", more, *values]
+        return [stage, preset, more, *values]
 
     def _read(self, stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
         with _shown_errors(self.t):
