@@ -126,7 +126,7 @@ def command_of(*words: str) -> list[str]:
 
 def overwrite_lines(text: str) -> str:
     """Return a text as a terminal shows it, where a progress bar overwrites its line."""
-    return re.sub(r"[^\n]*\r(?!\n)", "", text)
+    return re.sub(r"(?m)^[^\n]*\r(?!\n)", "", text)
 
 
 async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:

@@ -58,7 +58,7 @@ def read(name: str) -> Run:
     return _read(OUT / name, stamp(OUT / name)[:2])
 
 
-@lru_cache(128)
+@lru_cache(1024)
 def _read(directory: Path, times: tuple[int, ...]) -> Run:
     return read_run(directory)
 

@@ -121,7 +121,8 @@ def read_run(directory: str | Path) -> Run:
     directory = Path(directory)
     file, end = directory / LOG_NAME, directory / TRAINER_STATE_NAME
     # The state at the end of a run holds more: figures that were added to its entries later.
-    if file.is_file() and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns):
+    is_log = file.is_file() and file.stat().st_size < _MOST_BYTES
+    if is_log and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns):
         return Run(directory.resolve().name, read_launches(directory), _read_log(file))
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
     newest = max(filter(Path.is_file, states), key=lambda path: path.stat().st_mtime, default=None)
@@ -147,7 +148,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
         if file.read(len(last)) != last:
             # A resumed launch has written it anew.
             size, last, entries = file.seek(0), b"", []
-        new = file.read(_MOST_BYTES)
+        new = file.read()
     # The last line may not be complete yet.
     new = new[: new.rfind(b"\n") + 1]
     entries = [*entries, *_figures(_parse(new.split(b"\n")))]
