@@ -193,7 +193,7 @@ def _add_form(opened: list[Any], tabs: gr.Tabs, chosen: gr.Radio, handlers: "_Fo
     quiet: dict[str, Any] = {"show_progress": "hidden"}
     with gr.Row():
         stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
-        presets = ["auto", *PRESETS, (t("none"), "")]
+        presets: list[Any] = ["auto", *PRESETS, (t("none"), "")]
         preset = gr.Dropdown(presets, value="auto", label=t("Preset"), elem_id="preset", min_width=200)
         name = gr.Textbox("", label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
         earlier = gr.Dropdown([], label=t("Fill in from a run"), elem_id="earlier", min_width=200)

@@ -279,7 +279,7 @@ def test_what_is_chosen_and_typed_before_the_board_answers_stays(page, board, wo
     open_page(page, f"{board.url}/en/?token={board.token}")
     page.locator("#runs label", has_text="older").wait_for()
     held: list = []
-    page.route("**/queue/join*", held.append)
+    page.route("**/queue/join*", lambda route: held.append(route))
     page.reload()
     page.locator("#runs label", has_text="older").click()
     page.get_by_role("tab", name="New run").click()
