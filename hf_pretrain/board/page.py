@@ -114,6 +114,7 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> gr.Radio:
 
     # matplotlib draws one chart at a time.
     how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
+    how |= {"trigger_mode": "always_last"}
     changing = [chosen, newest, shown, view, log, link]
     refreshed = gr.on([timer.tick, page.load, chosen.input], partial(_refresh, t), [chosen, shown], changing, **how)
     # The user may choose while the board answers, so the browser decides whether there is a choice.
@@ -190,7 +191,8 @@ def _words(action: Any) -> list[str]:
 
 def _add_form(opened: list[Any], tabs: gr.Tabs, chosen: gr.Radio, handlers: "_Form") -> None:
     t, flags = handlers.t, handlers.flags
-    quiet: dict[str, Any] = {"show_progress": "hidden"}
+    # While the board answers, the last change waits. By default, gradio would drop it.
+    quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     with gr.Row():
         stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
         presets: list[Any] = ["auto", *PRESETS, (t("none"), "")]
