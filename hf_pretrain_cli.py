@@ -40,6 +40,7 @@ _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
 STAGES = tuple(runpy.run_path(str(_HERE / "hf_pretrain/runtime/stages.py"))["STAGES"])
+_hide_secrets = runpy.run_path(str(_HERE / "hf_pretrain/runtime/secret_words.py"))["hide_secrets"]
 _TEXTS = runpy.run_path(str(_HERE / "hf_pretrain/reports/texts.py"))
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
 COMMANDS = (*STAGES, *TOOLS, "list", "completion")
@@ -368,7 +369,7 @@ def _run() -> None:
         environment, command = make_command(stage, words)
         # A shell takes a quoted `NAME=value` for a command, so quote only the value.
         assignments = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        printed = " ".join([*assignments, shlex.join(command)])
+        printed = " ".join([*assignments, shlex.join(_hide_secrets(command))])
         say(f"$ {printed}")
         # The launchers find Python through PATH. The record of the run keeps the command.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -112,6 +112,28 @@ def test_mistakes_end_with_one_line(four_gpus, monkeypatch, capsys, words, messa
     assert message in error and len(error.splitlines()) == 1
 
 
+def test_no_secret_is_printed(tmp_path):
+    """The first line repeats the command, and the error repeats unknown flags."""
+    words = [
+        "--hub_token",
+        "hidden-1",
+        "--hub-token=hidden2&3",
+        "--WANDB_API_KEY",
+        "--hidden-4",
+        "hf_" + "hidden5" * 4,
+    ]
+    words += ["--password=hidden6", "--dataset_name", "s3://me:hidden@7@host/a.txt", "--resume_from_checkpoint"]
+    words += ["https://host/hidden.not?X-Amz-Signature=hidden8&part=1", "--eos_token", "<end>", "--max_steps", "3"]
+    command = [sys.executable, str(ROOT / "hf_pretrain_cli.py"), "pretrain", *words]
+    result = run(command, cwd=tmp_path, env=cpu_environment(PYTHONPATH=str(ROOT)))
+    assert result.returncode == 2 and not re.search("hidden(?!.not)", result.stdout + result.stderr), result.stderr
+    printed = shlex.split(result.stderr.splitlines()[0])
+    assert printed[-7:-2] == [
+        *("s3://<token>@host/a.txt", "--resume_from_checkpoint"),
+        *("https://host/hidden.not?X-Amz-Signature=<token>&part=1", "--eos_token", "<end>"),
+    ]
+
+
 def test_the_command_describes_itself_without_torch():
     def output(*words: str) -> str:
         code = "import sys, hf_pretrain_cli; hf_pretrain_cli.main(); assert 'torch' not in sys.modules"

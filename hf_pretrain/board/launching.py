@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import codecs
 import io
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import redirect_stderr, suppress
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,24 @@ import hf_pretrain_cli
 from ..reports.run_files import OUTPUT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
-from ..runtime.writing import LOCK_NAME, find_holder, write_holder
+from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
 from ..training.parsing import read_defaults
-from ..training.run_directory import COMMAND_VARIABLE
 from ..weights.model_arguments import choose_preset
-from ..weights.weight_files import read_json
 
 
-# The flags that people change. The parsers of the stages and of the command know their helps, choices and defaults.
-FLAGS = (
-    *("dataset_name", "eval_dataset_name", "train_fraction", "max_length", "model_name_or_path"),
-    *("teacher_name_or_path", "rewards", "num_train_epochs", "max_steps", "max_minutes", "learning_rate"),
-    *("lr_scheduler_type", "optim_preset", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft"),
-    *("lora_r", "logging_steps", "eval_steps", "save_steps", "seed", "use_cpu", "nproc", "ds"),
-)
+# The flags that people change, by group, with their names for people. Parsers know their helps, choices and defaults.
+FORM: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("form.json").read_text(encoding="utf-8"))
+FLAGS = tuple(flag for group in FORM.values() for flag in group)
 CHAT_NAME = "chat.json"
+_RESUMED = ["--resume_from_checkpoint", "auto"]
+# The words before a recipe that `hf-pretrain` writes, and the usual ones of users; each ends with a newline.
+_LAUNCHERS = r"""(?x) (.*python[\d.]*\n)?
+    (.*\b(?P<program>torchrun|deepspeed|accelerate)\n (launch\n)? (
+        --standalone\n | --quiet\n | --(master|main_process)_port\n\d+\n | --signals-to-handle\n.*\n
+        | --nproc[_-]per[_-]node[\n=](?P<ranks>\d+)\n | --include\nlocalhost:(?P<devices>[\d,]+)\n
+        | --config_file\n(.*/)?recipes/accelerate_configs/(?P<config>\w+)\.yaml\n
+        | --deepspeed_config_file\n.*\n | --num_processes\n(?P<processes>\d+)\n
+    )*)?"""
 _STREAMS: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
 
 
@@ -55,7 +59,9 @@ def read_flags() -> dict[str, dict[str, argparse.Action]]:
 
 
 def find_defaults(stage: str, preset: str) -> dict[str, Any]:
-    """Return the values that a preset gives to the flags of a stage."""
+    """Return the values that a preset gives to the flags of a stage. The empty name stands for no preset."""
+    if not preset:
+        return {}
     path = hf_pretrain_cli.RECIPES / choose_preset(preset) / f"{stage}.yaml"
     values = read_defaults(path) if path.is_file() or (path.parents[1] / "base" / path.name).is_file() else {}
     # A value may depend on the precision.
@@ -76,11 +82,28 @@ def make_words(
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError("Use letters, digits, and . _ - for the name.")
-    words = [stage, "--preset", preset]
+    words = [stage, *(["--preset", preset] if preset else [])]
     for flag, value in zip(FLAGS, values, strict=True):
         if value and flag in actions:
             words += [f"--{flag}", *(shlex.split(value) if actions[flag].nargs in ("+", "*") else [value])]
     return [*words, *shlex.split(more), "--output_dir", f"out/{name}"]
+
+
+def read_words(actions: dict[str, argparse.Action], words: Sequence[str]) -> tuple[str, list[str], str]:
+    """Return the preset, the values of `FLAGS` and the other flags of a form, for the words after a stage."""
+    given: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--") or not given:
+            flag, _, value = word.lstrip("-").partition("=")
+            values = given[flag.replace("-", "_")] = [value] if value else []
+        else:
+            values.append(word)
+    given.pop("output_dir", None)
+    preset = given.pop("model_preset", given.pop("preset", [""]))[0]
+    known = {flag: given.pop(flag) or ["true"] for flag in FLAGS if flag in given and flag in actions}
+    join = {flag: shlex.join if actions[flag].nargs in ("+", "*") else " ".join for flag in known}
+    more = shlex.join(word for flag, values in given.items() for word in (f"--{flag}", *values))
+    return preset, [join[flag](known[flag]) if flag in known else "" for flag in FLAGS], more
 
 
 def evaluation_words(run: Path, tasks: str, data: str, more: str) -> list[str]:
@@ -89,9 +112,10 @@ def evaluation_words(run: Path, tasks: str, data: str, more: str) -> list[str]:
     return [*words, *(["--eval_dataset_name", *shlex.split(data)] if data else []), *shlex.split(more)]
 
 
-def export_words(run: Path, form: str, repository: str) -> list[str]:
+def export_words(run: Path, form: str, dtype: str, repository: str) -> list[str]:
     """Return the words after `hf-pretrain` that export a run, and push it if a repository is named."""
-    words = ["convert", "--from", str(run), "--to", f"{run}-{form}", "--format", form]
+    place = "-".join(filter(None, (str(run), form, dtype)))
+    words = ["convert", "--from", str(run), "--to", place, "--format", form, *(["--dtype", dtype] if dtype else [])]
     return [*words, *(["--push", "--hub_model_id", repository] if repository else [])]
 
 
@@ -102,7 +126,7 @@ def command_of(*words: str) -> list[str]:
 
 def overwrite_lines(text: str) -> str:
     """Return a text as a terminal shows it, where a progress bar overwrites its line."""
-    return re.sub(r"[^\n]*\r(?!\n)", "", text)
+    return re.sub(r"(?m)^[^\n]*\r(?!\n)", "", text)
 
 
 async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
@@ -124,13 +148,13 @@ async def run_command(*words: str, language: str = "en") -> AsyncIterator[str]:
             process.terminate()
 
 
-def _start(directory: Path, command: list[str], output: str, holder: str, *, url: str = "", **options: Any) -> None:
+def _start(directory: Path, command: list[str], output: str, holder: str, *, url: str = "") -> None:
     """Start a process in a session of its own, which outlives the board, and write down which process it is."""
     if find_holder(directory / holder) is not None:
         raise UserError("It runs already.")
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / output).open("ab") as file:
-        process = subprocess.Popen(command, start_new_session=True, stdout=file, **_STREAMS, **options)
+        process = subprocess.Popen(command, start_new_session=True, stdout=file, **_STREAMS)
     write_holder(directory / holder, process.pid, url=url, is_launcher=True)
 
 
@@ -139,23 +163,53 @@ def start_run(words: list[str]) -> None:
     _start(Path(words[-1]), command_of(*words), OUTPUT_NAME, LOCK_NAME)
 
 
-def resume_run(directory: Path) -> None:
-    """Start the command of the last launch again, wherever it was started, with the newest checkpoint."""
-    launches = read_launches(directory)
-    if not launches:
+def recorded_words(directory: Path) -> list[str]:
+    """
+    Return the words after `hf-pretrain` of the last launch of a run, wherever it was started.
+
+    The record of a run may come from anyone: it chooses a recipe of this package, a launcher and flags, but no
+    program, no environment variables and no code.
+
+    Raises:
+        `UserError`: if the run has no command, or if the board does not start its command.
+    """
+    launch: dict[str, Any] = next(reversed(read_launches(directory)), {})
+    text, directory_then = str(launch.get("command", "")), str(launch.get("directory"))
+    # Variables stand before the command, as in a shell.
+    words = list(dropwhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), shlex.split(text)))
+    if not words:
         raise UserError("It has no command to resume. Start it again.")
-    launch, suffix = launches[-1], " --resume_from_checkpoint auto"
-    text = launch["command"].removesuffix(suffix) + suffix
     if "<token>" in text:
         raise UserError("Its command holds an access token, which is not recorded. Resume it in a terminal.")
-    if not Path(launch["directory"]).is_dir():
-        raise UserError(f"Its working directory {launch['directory']} does not exist any more.")
-    words = shlex.split(text)
-    # Variables stand before the command, as in a shell.
-    assignments = list(takewhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), words))
-    variables = dict(word.split("=", 1) for word in assignments) | {COMMAND_VARIABLE: text}
-    options = {"cwd": launch["directory"], "env": os.environ | variables}
-    _start(directory.absolute(), words[len(assignments) :], OUTPUT_NAME, LOCK_NAME, **options)
+    if Path(directory_then).resolve() != Path.cwd():
+        raise UserError(f"It was started in {directory_then}. Open a board there, or resume it in a terminal.")
+    recipes = {hf_pretrain_cli.RECIPES.resolve() / f"{stage}.py": stage for stage in hf_pretrain_cli.STAGES}
+    before = list(takewhile(lambda word: Path(word).resolve() not in recipes, words))
+    launcher = re.fullmatch(_LAUNCHERS, "".join(f"{word}\n" for word in before))
+    if launcher is None or before == words:
+        raise UserError("The board resumes recipes of this package, without options of launchers. Use a terminal.")
+    stage, flags = recipes[Path(words[len(before)]).resolve()], words[len(before) + 1 :]
+    _check_no_code(stage, flags)
+    number = launcher["ranks"] or launcher["processes"] or len((launcher["devices"] or "0").split(","))
+    launch_flags = ["--nproc", str(number), *(["--accelerate", launcher["config"]] if launcher["config"] else [])]
+    launch_flags += ["--launcher", "deepspeed"] if launcher["program"] == "deepspeed" else []
+    for end in (_RESUMED, ["--output_dir", str(directory)]):
+        flags = flags[: -len(end)] if flags[-len(end) :] == end else flags
+    return [stage, *launch_flags, *flags]
+
+
+def _check_no_code(stage: str, flags: list[str]) -> None:
+    """Raise `UserError` if flags, or the file of `--config`, name code of the user."""
+    typed, _ = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_known_args(flags)
+    for values in (vars(typed), read_defaults(Path(typed.config)) if typed.config else {}):
+        if values.get("tools") or values.get("eval_tasks_path") or ":" in str(values.get("rewards")):
+            raise UserError("Its command names code or tasks of your own. Resume it in a terminal.")
+
+
+def resume_run(directory: Path) -> None:
+    """Start the last launch of a run again, with its newest checkpoint."""
+    words = [*recorded_words(directory), "--output_dir", str(directory), *_RESUMED]
+    _start(directory, command_of(*words), OUTPUT_NAME, LOCK_NAME)
 
 
 def stop(directory: Path, holder: str = LOCK_NAME) -> None:
@@ -164,7 +218,7 @@ def stop(directory: Path, holder: str = LOCK_NAME) -> None:
     if process is None:
         raise UserError("It does not run.")
     # Before the first rank takes the lock, DeepSpeed's launcher would end without its ranks.
-    is_starting = holder == LOCK_NAME and read_json(directory / holder).get("is_launcher")
+    is_starting = holder == LOCK_NAME and read_holder(directory / holder).get("is_launcher")
     for each in [*(process.children(recursive=True) if is_starting else ()), process]:
         with suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGTERM)
@@ -179,3 +233,10 @@ def start_chat(directory: Path) -> None:
         port, web_port = (str(each.getsockname()[1]) for each in (first, second))
     words = ["serve", "--web", "--model_name_or_path", str(directory), "--port", port, "--web_port", web_port]
     _start(directory, command_of(*words), "chat.log", CHAT_NAME, url=f"http://127.0.0.1:{web_port}")
+
+
+def answers(url: str) -> bool:
+    """Return whether a server of this machine listens at an address."""
+    port = re.fullmatch(r"http://127\.0\.0\.1:(\d{1,5})", url)
+    with socket.socket() as client:
+        return port is not None and int(port[1]) < 65536 and client.connect_ex(("127.0.0.1", int(port[1]))) == 0

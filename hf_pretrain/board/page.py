@@ -3,6 +3,7 @@
 import re
 import shlex
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +17,12 @@ import hf_pretrain_cli
 from ..model.presets import PRESETS
 from ..reports.texts import LANGUAGES, Translation, translation
 from ..runtime.errors import needing_extra
-from ..runtime.writing import find_holder
+from ..runtime.writing import find_holder, read_holder
 from ..weights.exporting import EXPORT_FORMATS
+from ..weights.gguf import GGUF_TYPES
 from ..weights.weight_files import read_json
 from . import launching, runs
-from .launching import FLAGS, find_defaults, make_words, run_command
+from .launching import FLAGS, FORM, answers, find_defaults, make_words, run_command
 from .runs import OUT
 
 
@@ -28,6 +30,8 @@ with needing_extra("web", "The board needs gradio"):
     import gradio as gr
 
 _SECONDS = 2.0
+# Endings of the flags that name data or models, of which the form lists those that are there.
+_NAMES = ("dataset_name", "name_or_path")
 CSS = Path(__file__).with_name("board.css").read_text(encoding="utf-8")
 
 
@@ -43,13 +47,13 @@ def make_page(language: str, flags: dict[str, Any]) -> gr.Blocks:
     with gr.Blocks(title="hf_pretrain board", analytics_enabled=False) as page:
         others = " · ".join(f'<a href="/{key}/">{name}</a>' for key, name in LANGUAGES.items() if key != language)
         gr.HTML(f"<h2>{t('Training board')}</h2>{others}")
-        timer = gr.Timer(_SECONDS)
-        with gr.Tab(t("Runs")):
-            _add_runs(page, timer, t)
-        with gr.Tab(t("New run")):
-            _add_form(page, flags, language, t)
-        with gr.Tab(t("Compare")):
-            _add_comparison(timer, language, t)
+        with gr.Tabs() as tabs:
+            with gr.Tab(t("Runs"), id="runs"):
+                chosen = _add_runs(page, gr.Timer(_SECONDS), t)
+            with gr.Tab(t("New run")) as tab:
+                _add_form([page.load, tab.select], tabs, chosen, _Form(flags, language, t))
+            with gr.Tab(t("Compare")) as tab:
+                _add_comparison(tab, language, t)
     return page.queue(default_concurrency_limit=None)
 
 
@@ -80,10 +84,10 @@ def _shown_errors(t: Translation) -> Iterator[None]:
         raise gr.Error(t(str(error)), print_exception=False) from error
 
 
-def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
+def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> gr.Radio:
     # The browser keeps its choice while the board starts again, so the choices must be known from the beginning.
     chosen = gr.Radio(_choices(t), label=t("Runs"), elem_id="runs")
-    shown = gr.State()
+    shown, newest = gr.State(), gr.Textbox(visible="hidden")
     with gr.Row():
         stop = gr.Button(t("Stop"), variant="stop", elem_id="stop", min_width=120)
         resume = gr.Button(t("Resume"), elem_id="resume", min_width=120)
@@ -101,36 +105,47 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> None:
     with gr.Accordion(t("Export and push"), open=False, elem_id="export"):
         with gr.Row():
             form = gr.Dropdown(list(EXPORT_FORMATS), value="llama", label=t("Format"), min_width=200)
+            dtype = gr.Dropdown(
+                [(t("as in the run"), ""), *GGUF_TYPES], value="", label=t("Type of the weights"), min_width=200
+            )
             repository = gr.Textbox(label=t("Repository on the Hub, to push the export"), min_width=240)
         export = gr.Button(t("Export"), elem_id="export-run")
         output = gr.Textbox(label=t("Output"), lines=4, interactive=False, elem_id="export-output")
 
     # matplotlib draws one chart at a time.
     how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
-    changing = [chosen, shown, view, log, link]
-    gr.on([timer.tick, page.load, chosen.input], partial(_refresh, t), [chosen, shown], changing, **how)
+    how |= {"trigger_mode": "always_last"}
+    changing = [chosen, newest, shown, view, log, link]
+    refreshed = gr.on([timer.tick, page.load, chosen.input], partial(_refresh, t), [chosen, shown], changing, **how)
+    # The user may choose while the board answers, so the browser decides whether there is a choice.
+    keep = "(chosen, newest) => chosen || newest || null"
+    refreshed.then(None, [chosen, newest], chosen, js=keep, show_progress="hidden")
     stop.click(partial(_act, t, launching.stop, "Stops after this step, with a checkpoint."), chosen)
     resume.click(partial(_act, t, launching.resume_run, "Resumes from the newest checkpoint."), chosen)
     chat.click(partial(_act, t, launching.start_chat, "The chat page is loading the model."), chosen)
     end_chat.click(partial(_act, t, partial(launching.stop, holder=launching.CHAT_NAME), ""), chosen)
 
     evaluate.click(partial(_show_output, t, launching.evaluation_words), [chosen, tasks, data, more], results)
-    export.click(partial(_show_output, t, launching.export_words), [chosen, form, repository], output)
+    export.click(partial(_show_output, t, launching.export_words), [chosen, form, dtype, repository], output)
+    return chosen
 
 
 def _refresh(t: Translation, name: str | None, seen: Any) -> list[Any]:
-    """Return what the list of runs, the state of the session, the view, the log and the link show now."""
+    """Return the list of runs, the newest one, the state of the session, the view, the log and the link of now."""
     found = runs.find_runs()
-    chosen = name if name in found else next(iter(found), None)
-    # The user may have chosen another run meanwhile.
-    chosen_value: dict[str, Any] = {} if chosen == name else {"value": chosen}
-    choices = gr.update(choices=_choices(t), **chosen_value)
-    if chosen is None:
-        return [choices, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
-    # Nothing moves while nothing changes, so that a reader keeps what is open.
-    now = (chosen, runs.stamp(OUT / chosen)[:2], runs.state_of(chosen))
-    view = gr.skip() if now == seen else runs.show(chosen, t)
-    return [choices, now, view, runs.read_output(chosen), _link(chosen, t)]
+    newest = next(iter(found), None)
+    shown = name if name in found else newest
+    first = [gr.update(choices=_choices(t)), newest]
+    if shown is None:
+        return [*first, None, t("There is no run in out/ yet. Start one in the tab “New run”."), "", ""]
+    last = [runs.read_output(shown), _link(shown, t)]
+    # Nothing moves while nothing changes, so that a reader keeps what is open. The charts of a run that trains take a
+    # twentieth of the time at most: it needs the cores.
+    now, started = (shown, runs.state_of(shown), runs.stamp(OUT / shown)[:2]), time.monotonic()
+    if seen is not None and (seen[0] == now or (seen[0][:2] == now[:2] and started < seen[1])):
+        return [*first, seen, gr.skip(), *last]
+    view = runs.show(shown, t)
+    return [*first, (now, started + 20 * (time.monotonic() - started)), view, *last]
 
 
 async def _show_output(
@@ -148,20 +163,23 @@ def _link(name: str, t: Translation) -> str:
     place = OUT / name / launching.CHAT_NAME
     if find_holder(place) is None:
         return ""
-    return f'<a href="{escape(read_json(place)["url"])}" target="_blank" rel="noopener">{t("Open the chat")}</a>'
+    url = str(read_holder(place).get("url"))
+    # Others can write the file. The server opens the port of the page when the model is loaded.
+    return f'<a href="{url}" target="_blank" rel="noopener">{t("Open the chat")}</a>' if answers(url) else ""
 
 
-def _make_field(flag: str, flags: dict[str, Any], info: str | None) -> gr.Dropdown | gr.Textbox:
+def _make_field(flag: str, label: str, flags: dict[str, Any], info: str | None) -> gr.Dropdown | gr.Textbox:
     """Return the field of a flag. If it is empty, the flag is left out."""
     action = next((actions[flag] for actions in flags.values() if flag in actions), None)
     if action is None:
         # Its stages need an extra that is not installed.
         return gr.Textbox(visible=False)
-    info = info or (action.help or "").replace("%%", "%")
-    about: dict[str, Any] = {"label": flag, "info": info, "elem_id": f"flag-{flag}", "min_width": 280}
-    if _words(action):
+    # The page reads Markdown.
+    info = (info or (action.help or "").replace("%%", "%")).replace("*", r"\*")
+    about: dict[str, Any] = {"label": label, "info": f"{info} `--{flag}`", "elem_id": f"flag-{flag}", "min_width": 280}
+    if _words(action) or flag.endswith(_NAMES):
         # Its first choice is the default.
-        return gr.Dropdown([""], value="", **about)
+        return gr.Dropdown([""], value="", allow_custom_value=flag.endswith(_NAMES), **about)
     return gr.Textbox(**about)
 
 
@@ -171,30 +189,43 @@ def _words(action: Any) -> list[str]:
     return [str(word) for word in action.choices or (("true", "false") if action.nargs == "?" else ())]
 
 
-def _add_form(page: gr.Blocks, flags: dict[str, Any], language: str, t: Translation) -> None:
+def _add_form(opened: list[Any], tabs: gr.Tabs, chosen: gr.Radio, handlers: "_Form") -> None:
+    t, flags = handlers.t, handlers.flags
+    # While the board answers, the last change waits. By default, gradio would drop it.
+    quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     with gr.Row():
         stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
-        preset = gr.Dropdown(["auto", *PRESETS], value="auto", label=t("Preset"), elem_id="preset", min_width=200)
-        name = gr.Textbox(label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
-    chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if language == "zh" else {}
-    with gr.Accordion(t("Settings"), elem_id="settings"), gr.Row():
-        fields = [_make_field(flag, flags, chinese.get(flag)) for flag in FLAGS]
+        presets: list[Any] = ["auto", *PRESETS, (t("none"), "")]
+        preset = gr.Dropdown(presets, value="auto", label=t("Preset"), elem_id="preset", min_width=200)
+        name = gr.Textbox("", label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
+        earlier = gr.Dropdown([], label=t("Fill in from a run"), elem_id="earlier", min_width=200)
+    chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if handlers.language == "zh" else {}
+    fields = []
+    for number, (group, labels) in enumerate(FORM.items()):
+        with gr.Accordion(t(group), open=number == 0, elem_id=f"group-{number}"), gr.Row():
+            fields += [_make_field(flag, t(label), flags, chinese.get(flag)) for flag, label in labels.items()]
     more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
     with gr.Row():
         preview = gr.Button(t("Show the data"), elem_id="show-data", min_width=120)
         plan = gr.Button(t("Make the plan"), elem_id="make-plan", min_width=120)
+        start = gr.Button(t("Start"), variant="primary", elem_id="start", min_width=120)
     rows = gr.HTML(elem_id="data")
-    info = t("A few steps are measured, and nothing is written. A run can start after its plan.")
+    info = t("A few steps are measured, and nothing is written.")
     planned = gr.Textbox(label=t("Plan"), info=info, lines=8, interactive=False, elem_id="plan")
-    start = gr.Button(t("Start"), variant="primary", interactive=False, elem_id="start")
+    proposed, last = gr.Textbox(visible="hidden"), gr.Textbox(visible="hidden")
     everything: list[Any] = [stage, preset, name, more, *fields]
-    handlers, quiet = _Form(flags, language, t), {"show_progress": "hidden"}
-    gr.on([page.load, stage.change, preset.change], handlers.choose, [stage, preset], [name, *fields], **quiet)
-    gr.on([each.change for each in everything], handlers.show_command, everything, [command, start], **quiet)
+    shown = [proposed, earlier, *fields]
+    changed = gr.on([*opened, stage.change, preset.change], handlers.choose, [stage, preset], shown, **quiet)
+    # The user may type a name while the board answers, so the browser decides whether there is one.
+    keep = "(name, proposed, last) => name && name !== last ? [name, last] : [proposed, proposed]"
+    named = changed.then(None, [name, proposed, last], [name, last], js=keep, **quiet)
+    named.then(handlers.show_command, everything, command, **quiet)
+    earlier.input(handlers.fill, earlier, [stage, preset, more, *fields], **quiet)
+    gr.on([each.change for each in everything], handlers.show_command, everything, command, **quiet)
     preview.click(handlers.show_data, everything, rows)
-    plan.click(handlers.make_plan, everything, [planned, start])
-    start.click(handlers.start, everything, start)
+    plan.click(handlers.make_plan, everything, planned)
+    start.click(handlers.start, everything, [chosen, tabs])
 
 
 class _Form:
@@ -211,12 +242,13 @@ class _Form:
         self.flags, self.language, self.t = flags, language, t
 
     def choose(self, stage: str, preset: str) -> list[Any]:
-        """Show the flags of a stage with the defaults of a preset, and propose a name that no run has."""
+        """Show the flags of a stage with the defaults of a preset, propose a name that is free, and list the runs."""
         defaults = find_defaults(stage, preset)
         base = Path(str(defaults.get("output_dir", stage))).name
         names = (base if number == 1 else f"{base}-{number}" for number in count(1))
         free = next(each for each in names if not (OUT / each).exists())
-        return [free, *(self._update(flag, self.flags[stage], defaults) for flag in FLAGS)]
+        fields = (self._update(flag, self.flags[stage], defaults) for flag in FLAGS)
+        return [free, gr.update(choices=runs.find_runs()), *fields]
 
     def _update(self, flag: str, actions: dict[str, Any], defaults: dict[str, Any]) -> Any:
         if flag not in actions:
@@ -224,21 +256,27 @@ class _Form:
         value = defaults.get(flag, actions[flag].default)
         text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
         text = text and f"{self.t('default')}: {text}"
-        if words := _words(actions[flag]):
+        if words := runs.find_names(flag) or _words(actions[flag]):
             return gr.update(visible=True, choices=[(text, ""), *((word, word) for word in words)])
         return gr.update(visible=True, placeholder=text)
+
+    def fill(self, name: str) -> list[Any]:
+        """Return the stage, the preset, more flags and the fields of an earlier run."""
+        with _shown_errors(self.t):
+            stage, *words = launching.recorded_words(OUT / _check_chosen(name, self.t))
+        preset, values, more = launching.read_words(self.flags[stage], words)
+        return [stage, preset, more, *values]
 
     def _read(self, stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
         with _shown_errors(self.t):
             return make_words(self.flags[stage], stage, preset, name, values, more)
 
-    def show_command(self, *values: str) -> list[Any]:
-        """Show the command, and let nobody start a run that was not planned."""
+    def show_command(self, *values: str) -> str:
+        """Return the command."""
         try:
-            text = shlex.join(["hf-pretrain", *self._read(*values)])
+            return shlex.join(["hf-pretrain", *self._read(*values)])
         except gr.Error as error:
-            text = error.message
-        return [text, gr.Button(interactive=False)]
+            return error.message
 
     async def show_data(self, *values: str) -> AsyncIterator[str]:
         """Show the first rows of the training data, with the trained tokens in colour."""
@@ -247,22 +285,19 @@ class _Form:
             legend = self.t("Marked tokens are trained.") if marked != escape(text) else ""
             yield f"{legend}<pre>{marked}</pre>"
 
-    async def make_plan(self, *values: str) -> AsyncIterator[list[Any]]:
-        """Show the output of a dry run while it grows. After a mistake, nothing can be started."""
-        text = ""
+    async def make_plan(self, *values: str) -> AsyncIterator[str]:
+        """Show the output of a dry run while it grows."""
         async for text in run_command(*self._read(*values), "--dry_run", language=self.language):
-            yield [text, gr.skip()]
-        yield [text, gr.Button(interactive=not text.rpartition("\n")[2].startswith("exit status"))]
+            yield text
 
-    def start(self, *values: str) -> Any:
-        """Start the run."""
+    def start(self, *values: str) -> list[Any]:
+        """Start the run, and show it."""
         with _shown_errors(self.t):
-            launching.start_run(self._read(*values))
-        gr.Info(self.t("Started. The tab “Runs” shows it."))
-        return gr.Button(interactive=False)
+            launching.start_run(words := self._read(*values))
+        return [gr.update(choices=_choices(self.t), value=Path(words[-1]).name), gr.Tabs(selected="runs")]
 
 
-def _add_comparison(timer: gr.Timer, language: str, t: Translation) -> None:
+def _add_comparison(tab: gr.Tab, language: str, t: Translation) -> None:
     names = gr.CheckboxGroup(runs.find_runs(), label=t("Runs to compare"), elem_id="compared")
     compare = gr.Button(t("Show the report"), elem_id="compare")
     report = gr.HTML(elem_id="report")
@@ -279,5 +314,5 @@ def _add_comparison(timer: gr.Timer, language: str, t: Translation) -> None:
             # The page of a run has no scripts, and no rights here.
             return f'<iframe sandbox srcdoc="{escape(path.read_text(encoding="utf-8"))}"></iframe>'
 
-    timer.tick(lambda: gr.CheckboxGroup(choices=runs.find_runs()), None, names, show_progress="hidden")
+    tab.select(lambda: gr.CheckboxGroup(choices=runs.find_runs()), None, names, show_progress="hidden")
     compare.click(write_report, names, report)

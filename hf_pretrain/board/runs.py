@@ -1,5 +1,6 @@
 """The runs below `out/`, as their files show them: find them, tell what they do, and show one as HTML."""
 
+import shlex
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import hf_pretrain_cli
 
+from ..data.formats import EXTENSIONS
 from ..reports.page import Line, draw_charts, environment
 from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
 from ..reports.texts import Translation
@@ -28,7 +30,21 @@ def find_runs() -> list[str]:
     patterns = (f"{depth}/{name}" for depth in ("*", "*/*") for name in (RECORD_NAME, OUTPUT_NAME))
     found = {path.parent for pattern in patterns for path in OUT.glob(pattern)}
     newest = sorted(found, key=lambda directory: max(stamp(directory)), reverse=True)
-    return [directory.relative_to(OUT).as_posix() for directory in newest]
+    names = [directory.relative_to(OUT).as_posix() for directory in newest]
+    # A browser gets text in UTF-8, which some names of files are not.
+    return [name for name in names if name.isprintable()]
+
+
+def find_names(flag: str) -> list[str]:
+    """Return names for a flag of data, or of a model, that are there: runs, and files in at most one directory."""
+    if flag.endswith("name_or_path"):
+        models = (f"out/{name}" for name in find_runs() if any((OUT / name).glob("model*.safetensors")))
+        return [*models, "embedded:smollm2"]
+    found = sorted(path for place in ("*", "*/*") for path in Path().glob(place) if path.suffix in EXTENSIONS)
+    # Models and runs hold other files.
+    data = [str(path) for path in found if not (path.parent / "config.json").exists() and path.parts[0] != OUT.name]
+    names = ["embedded", *(shlex.quote(name) for name in data[:100] if name.isprintable())]
+    return names if flag.endswith("dataset_name") else []
 
 
 def stamp(directory: Path) -> tuple[int, ...]:
@@ -42,7 +58,7 @@ def read(name: str) -> Run:
     return _read(OUT / name, stamp(OUT / name)[:2])
 
 
-@lru_cache(128)
+@lru_cache(1024)
 def _read(directory: Path, times: tuple[int, ...]) -> Run:
     return read_run(directory)
 
@@ -61,8 +77,9 @@ def summarize(name: str, t: Translation) -> str:
     """Return a line for the list of runs."""
     run = read(name)
     steps = f"{run.last('step') or 0:,}" + (f"/{total:,}" if (total := _total(name, run)) else "")
-    loss = run.last("eval_loss") or run.last("loss")
-    figures = [f"{t('Step')} {steps}", *([f"{t('Loss')} {loss:.3f}"] if loss else [])]
+    losses = (("Validation loss", run.last("eval_loss")), ("Training loss", run.last("loss")))
+    loss = [f"{t(label)} {value:.3f}" for label, value in losses if value][:1]
+    figures = [f"{t('Step')} {steps}", *loss]
     return " · ".join([name, t(state_of(name)), *(figures if run.log else [])])
 
 
@@ -76,7 +93,9 @@ def show(name: str, t: Translation) -> str:
     run = read(name)
     charts = [*draw_charts([run], expected=_expected(run), size=_SIZE, t=t)]
     template = environment.get_template("board/run.html.jinja")
-    return template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
+    text = template.render(run=run, figures=_figures(name, run, t), charts=charts, t=t)
+    # A sample may hold half of a surrogate pair, which UTF-8 cannot write.
+    return text.encode(errors="replace").decode()
 
 
 def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
@@ -91,7 +110,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
     if state == "running" and run.seconds_left is not None:
         yield t("Time left"), str(timedelta(seconds=round(run.seconds_left)))
     for label, key, form in (
-        ("Loss", "loss", "{:.4f}"),
+        ("Training loss", "loss", "{:.4f}"),
         ("Validation loss", "eval_loss", "{:.4f}"),
         ("Speed", "tokens_per_second", "{:,.0f} tokens/s"),
         ("Memory", "peak_memory_gib", "{:.2f} GiB"),
@@ -102,7 +121,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
 
 def _expected(run: Run) -> list[Line]:
     """Return the recorded loss of a run with the same arguments, if its preset has one (`benchmarks/expected.py`)."""
-    config = Path(run.arguments.get("config") or "")
+    config = Path(str(run.arguments.get("config") or ""))
     path = hf_pretrain_cli.RECIPES / config.parent.name / "expected.json"
     recorded = read_json(path).get(config.stem, {}) if path.is_file() else {}
     if not recorded or any(run.arguments.get(name) != value for name, value in recorded["arguments"].items()):

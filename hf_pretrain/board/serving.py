@@ -1,10 +1,10 @@
 """Serve the board under its guards, one address per language."""
 
 import os
+import re
 import secrets
 import sys
 import webbrowser
-from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub.constants import HF_HOME
@@ -13,6 +13,7 @@ from ..inference.chat_page import HEAD, THEME
 from ..inference.guards import HostGuard, refuse
 from ..reports.texts import LANGUAGES, preferred_language
 from ..runtime.errors import needing_extra
+from ..runtime.writing import written_whole
 from .launching import read_flags
 from .page import CSS, make_page
 
@@ -96,11 +97,15 @@ def make_app(*, hosts: list[str], token: str, language: str | None) -> FastAPI:
 def read_token() -> str:
     """Return the token of this user. It stays the same, so that an open page survives the end of its board."""
     path = Path(HF_HOME, "hf_pretrain", "board_token")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Other users of the machine can connect, too, but not read it.
-    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(16))
-    return path.read_text(encoding="utf-8")
+    token = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+    # An empty token would admit everyone, and a short one can be guessed.
+    if not re.fullmatch(r"[\w-]{22,}", token, re.ASCII):
+        token = secrets.token_urlsafe(16)
+        with written_whole(path.parent) as scratch:
+            # Other users of the machine can connect, too, but not read it.
+            with open(os.open(scratch / path.name, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+                file.write(token)
+    return token
 
 
 def open_board(*, host: str, port: int, allowed_hosts: list[str], language: str | None) -> None:

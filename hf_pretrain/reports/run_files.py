@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..weights.weight_files import read_json
 from .metrics import NATS
 
 
@@ -25,6 +24,14 @@ REPORT_NAME = "report.html"
 LOG_NAME = "log.jsonl"
 # What a run prints, if `hf-pretrain board` has started it.
 OUTPUT_NAME = "output.log"
+# A larger file is no record of a run.
+_MOST_BYTES = 256 << 20
+# What readers of a record rely on. Anyone can write one, and a disk can damage it.
+_SHAPE: dict[str, Any] = {"arguments": {}, "versions": {}, "data": {"counts": [""]}, "unigram_loss": 0.0}
+_SHAPE |= {"samples": [[0, [["", ""]]]], "next_commands": [["", ""]], "recipe": "", "loss_unit": ""}
+_SHAPE |= {"command": "", "directory": "", "stopped": ""}
+# By file: the number of bytes that were read, the last of them, and the entries that they hold.
+_read_logs: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}
 
 
 @dataclass
@@ -89,9 +96,9 @@ class Run:
         points: dict[int, tuple[float, float]] = {}
         for entry in self.log:
             if key in entry and "num_input_tokens_seen" in entry:
-                tokens, minutes = entry["num_input_tokens_seen"] / 1e6, np.interp(entry["step"], steps, seconds) / 60
-                points.setdefault(entry["step"], (tokens if over == "tokens" else minutes, entry[key]))
-        return [x for x, _ in points.values()], [y for _, y in points.values()]
+                points.setdefault(entry["step"], (entry["num_input_tokens_seen"] / 1e6, entry[key]))
+        minutes = (np.interp(list(points), steps, seconds) / 60).tolist()
+        return minutes if over == "minutes" else [x for x, _ in points.values()], [y for _, y in points.values()]
 
     @property
     def seconds_left(self) -> float | None:
@@ -101,7 +108,8 @@ class Run:
             return None
         first = timed[-2]["step"] if len(timed) > 1 else 0
         pace = timed[-1]["training_seconds"] / max(1, timed[-1]["step"] - first)
-        return pace * (timed[-1]["max_steps"] - timed[-1]["step"])
+        left = pace * (timed[-1]["max_steps"] - timed[-1]["step"])
+        return left if 0 <= left < 1e9 else None
 
     def last(self, key: str) -> Any:
         """Return the last value of a logged figure; `None` if it was never logged."""
@@ -113,22 +121,63 @@ def read_run(directory: str | Path) -> Run:
     directory = Path(directory)
     file, end = directory / LOG_NAME, directory / TRAINER_STATE_NAME
     # The state at the end of a run holds more: figures that were added to its entries later.
-    if file.is_file() and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns):
-        return Run(directory.resolve().name, read_launches(directory), read_entries(file))
+    is_log = file.is_file() and file.stat().st_size < _MOST_BYTES
+    if is_log and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns):
+        return Run(directory.resolve().name, read_launches(directory), _read_log(file))
     states = [*directory.glob(TRAINER_STATE_NAME), *directory.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
-    log = read_json(newest).get("log_history", []) if newest else []
-    return Run(directory.resolve().name, read_launches(directory), log)
+    newest = max(filter(Path.is_file, states), key=lambda path: path.stat().st_mtime, default=None)
+    state = _read_json(newest) if newest else {}
+    log = state.get("log_history") if isinstance(state, dict) else None
+    return Run(directory.resolve().name, read_launches(directory), _figures(log if isinstance(log, list) else []))
+
+
+def _read_json(path: Path) -> Any:
+    """Return what a record holds; `None` if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning(f"{path} is damaged ({error}), so it is left out.")
+        return None
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the figures in a log. Of a log that has only grown since the last call, read only what is new."""
+    size, last, entries = _read_logs.get(path, (0, b"", []))
+    with path.open("rb") as file:
+        file.seek(size - len(last))
+        if file.read(len(last)) != last:
+            # A resumed launch has written it anew.
+            size, last, entries = file.seek(0), b"", []
+        new = file.read()
+    # The last line may not be complete yet.
+    new = new[: new.rfind(b"\n") + 1]
+    entries = [*entries, *_figures(_parse(new.split(b"\n")))]
+    _read_logs[path] = size + len(new), (last + new)[-500:], entries
+    return entries
+
+
+def _figures(entries: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the numbers in entries of a log. Leave out entries without a step, and integers that are no floats."""
+    found = [
+        {name: each for name, each in entry.items() if isinstance(each, int | float) and not abs(each) > 1e300}
+        for entry in entries
+        if isinstance(entry, dict)
+    ]
+    return [figures for figures in found if isinstance(figures.get("step"), int)]
+
+
+def _parse(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the objects in lines. Leave out a line that was cut off or is damaged."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line), dict):
+                yield entry
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a file of JSON lines, if it exists. Leave out a line that was cut off."""
-    entries = []
+    """Return the entries of a file of JSON lines, if it exists."""
     # Texts may hold other ends of lines.
-    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
-        with suppress(ValueError):
-            entries.append(json.loads(line))
-    return entries
+    return list(_parse(path.read_bytes().split(b"\n") if path.is_file() else ()))
 
 
 def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -145,7 +194,8 @@ def read_runs(directories: Iterable[Path]) -> tuple[list[Run], list[str]]:
     for directory in dict.fromkeys(directories):
         run = read_run(directory)
         if run.launches and run.log:
-            run.name = str(directory)
+            # A name may be no text in UTF-8.
+            run.name = str(directory).encode(errors="replace").decode()
             runs.append(run)
         else:
             reasons.append(f"{directory} holds no run that has logged something. Pass the --output_dir of a run.")
@@ -166,9 +216,16 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:
     """Return the launches that `run.json` holds; an empty list if there is no such file."""
     record = Path(directory, RECORD_NAME)
-    try:
-        launches = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
-        return [dict(launch) for launch in launches]
-    except (ValueError, TypeError) as error:
-        logger.warning(f"{record} is damaged ({error}), so it is left out.")
-        return []
+    launches = _read_json(record) if record.is_file() else []
+    kept = [launch for launch in (launches if isinstance(launches, list) else []) if isinstance(launch, dict)]
+    return [{name: each for name, each in launch.items() if _fits({name: each}, _SHAPE)} for launch in kept]
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Return whether a value has the types of a shape, which holds an example of each part."""
+    if isinstance(shape, list) and isinstance(value, list):
+        shapes = shape * len(value) if len(shape) == 1 else shape
+        return len(value) == len(shapes) and all(map(_fits, value, shapes))
+    if isinstance(shape, dict) and isinstance(value, dict):
+        return all(_fits(value[name], shape[name]) for name in shape.keys() & value.keys())
+    return isinstance(value, type(shape))

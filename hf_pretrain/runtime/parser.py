@@ -17,6 +17,7 @@ from . import modelscope
 from .bounds import check_bounds
 from .errors import UserError
 from .names import hint
+from .secret_words import hide_secrets
 
 
 # Flags of transformers and TRL that are often used. `--help` leaves out the others.
@@ -92,7 +93,7 @@ class RecipeParser(HfArgumentParser):
         if unknown:
             words = [word for word in unknown if word.startswith("--")] or unknown[:1]
             known = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
-            texts = ", ".join(f"{word!r}{hint(word.lstrip('-').split('=')[0], known)}" for word in words)
+            texts = ", ".join(f"{word!r}{hint(word.lstrip('-').split('=')[0], known)}" for word in hide_secrets(words))
             raise UserError(f"Unknown argument {texts}. `--help` lists the flags.")
         for name, value in vars(namespace).items():
             # A variable of the shell may be unset. `Path("")` would be the working directory.

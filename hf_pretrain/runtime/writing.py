@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -68,6 +69,8 @@ def refused_write(error: BaseException) -> bool:
     return number in _DISK_ERRORS or re.search(_REFUSALS, str(error)) is not None
 
 
+# What reading a file raises that holds no holder, or one of a process that has ended.
+_NO_HOLDER = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, psutil.Error)
 # The locks of this process, by the path that the caller gave: a relative path stays right if a directory above it is
 # renamed. `FileLock` counts how often one object is acquired.
 _locks: dict[Path, FileLock] = {}
@@ -113,20 +116,28 @@ def leave_reason(reason: str) -> None:
 
 def find_reason(path: Path) -> str | None:
     """Return what [`leave_reason`] has written into a lock."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["error"])
+    with suppress(*_NO_HOLDER):
+        return str(read_holder(path)["error"])
     return None
 
 
 def find_holder(path: Path) -> psutil.Process | None:
     """Return the process that [`write_holder`] wrote into a file, if it lives and runs on this machine."""
-    with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
-        holder = json.loads(path.read_text(encoding="utf-8"))
+    with suppress(*_NO_HOLDER):
+        holder = read_holder(path)
         process = psutil.Process(holder["pid"])
         # A child that has ended stays in the table until its parent asks for its status.
         is_same = abs(process.create_time() - holder["created"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
         return process if is_same and holder["host"] == socket.gethostname() else None
     return None
+
+
+def read_holder(path: Path) -> dict[str, Any]:
+    """Return what [`write_holder`] wrote into a file; nothing of what is no file, because a FIFO has no end."""
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        return dict(json.loads(file.read(1 << 16)))
 
 
 def release_lock(path: Path) -> None:

@@ -33,6 +33,7 @@ from ..checkpoints.optimizer_state import is_whole
 from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, REPORT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
+from ..runtime.secret_words import hide_secrets
 from ..runtime.writing import LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
 from .training_arguments import LMTrainingArguments
 
@@ -246,7 +247,7 @@ def _find_command() -> str:
             if sys.argv[0] not in process.cmdline():
                 break
             words = process.cmdline()
-    return shlex.join(words)
+    return shlex.join(hide_secrets(words))
 
 
 def _commit() -> str | None:

@@ -1,9 +1,12 @@
 """The board in a real browser: real runs that a form or a terminal starts, and the guards in front of the page."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
+import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,12 +14,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import gradio as gr
+import numpy as np
 import psutil
 import pytest
 import requests
+from matplotlib.axes import Axes
 
-from hf_pretrain.board import launching, runs
-from hf_pretrain.reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME
+from hf_pretrain.board import launching, runs, serving
+from hf_pretrain.board import page as board_page
+from hf_pretrain.reports.page import draw_charts, write_page
+from hf_pretrain.reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run, read_runs
 from hf_pretrain.reports.texts import preferred_language
 from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
 from tests.faults.driving import command as toy_command
@@ -28,6 +36,8 @@ from tests.toys import write_jsonl
 
 # The machine may be busy with other tests.
 TIMEOUT = 180_000
+RECIPE = str(ROOT / "recipes/pretrain.py")
+CONFIGS = ROOT / "recipes/accelerate_configs"
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 
@@ -116,26 +126,27 @@ def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_aga
     page.get_by_role("tab", name="New run").click()
     page.locator("#name input, #name textarea").first.fill("mine")
     # The run ends only if it is stopped, and saves no checkpoint before.
+    page.locator("#group-1 button").first.click()
     page.locator("#flag-max_steps input, #flag-max_steps textarea").first.fill("100000")
     # The page shows the end of the log: with more lines, the one of the resume would soon be gone.
     more = toy_flags(workspace, "--save_steps", "100000", "--eval_strategy", "no", "--logging_steps", "20")
     more = " ".join(more).replace("--max_steps 8 ", "").replace("--save_steps 2 ", "")
     page.locator("#more input, #more textarea").first.fill(more + " --max_length 1")
-    start = page.locator("button#start")
-    assert start.is_disabled()
-    # The mistake is shown, and the run cannot start.
+    # The mistake is shown.
     page.locator("#make-plan").click()
     page.wait_for_function("() => document.querySelector('#plan textarea').value.includes('exit status 2')")
-    assert "error: --max_length 1 must be" in page.locator("#plan textarea").input_value() and start.is_disabled()
+    assert "error: --max_length 1 must be" in page.locator("#plan textarea").input_value()
     page.locator("#more input, #more textarea").first.fill(more)
     page.locator("#make-plan").click()
     page.wait_for_function("() => /Files +out.mine/.test(document.querySelector('#plan textarea').value)")
     command = page.locator("#command textarea").input_value()
     assert command.startswith("hf-pretrain pretrain --preset auto --max_steps 100000 --use_cpu ")
     assert not (workspace / "out/mine").exists()
-    page.wait_for_function("() => !document.querySelector('button#start').disabled")
-    start.click()
-    page.get_by_role("tab", name="Runs", exact=True).click()
+    # A changed field needs no new plan, and the run that was started is shown.
+    page.locator("#more input, #more textarea").first.fill(f"{more} --run_name other")
+    page.locator("button#start").click()
+    wait_for_text(page, "#view", "out/mine")
+    assert page.locator("#runs input:checked").input_value() == "mine"
     wait_for_text(page, "#view", "running")
     wait_for_text(page, "#view", "/ 100000")
     page.wait_for_function("() => document.querySelector('#log textarea')?.value.includes('step 2')")
@@ -185,6 +196,7 @@ def test_the_form_shows_the_data_and_plans_two_processes_of_deepspeed(page, boar
     assert all(re.fullmatch(r"<b> \d+<\|im_end\|>", text) for text in marked)
     assert re.search(r"<\|im_start\|>user\s\d+ <i>\?<\|im_end\|>", page.locator("#data").inner_text())
     assert "\033" not in page.locator("#data").inner_text()
+    page.locator("#group-6 button").first.click()
     page.locator("#flag-nproc input, #flag-nproc textarea").first.fill("2")
     page.locator("#flag-ds input").click()
     page.get_by_role("option", name="zero2", exact=True).click()
@@ -208,7 +220,7 @@ def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_
     open_page(page, f"{board.url}/?token={board.token}", size)
     assert page.url == f"{board.url}/zh/"
     page.locator("#runs label", has_text="terminal").click()
-    for text in ("out/terminal", "已完成", "8 / 8", "内存"):
+    for text in ("out/terminal", "已完成", "8 / 8", "训练损失", "内存"):
         wait_for_text(page, "#view", text)
     assert page.locator("#view svg").count() >= 4 and "损失随 token 数的变化" in page.locator("#view").inner_text()
     if size == "desktop":
@@ -245,6 +257,59 @@ def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_
     report = page.frame_locator("#report iframe")
     report.get_by_role("heading", name="结果").wait_for()
     assert "out/terminal" in report.locator("h1").inner_text()
+    if size == "phone":
+        # Beside another run, both columns fit the screen.
+        record(workspace / "out/beside", "", arguments={"learning_rate": 1.0})
+        (workspace / "out/beside" / LOG_NAME).write_text('{"step": 1, "loss": 2.5}\n')
+        page.get_by_role("tab", name="训练列表").click()
+        page.get_by_role("tab", name="对比").click()
+        page.locator("#compared label", has_text="beside").click()
+        page.locator("#compare").click()
+        report.locator("h1", has_text="out/beside").wait_for()
+        for table in report.locator(".wide").all()[:2]:
+            assert table.evaluate("table => table.scrollWidth <= table.clientWidth")
+
+
+@pytest.mark.slow
+def test_what_is_chosen_and_typed_before_the_board_answers_stays(page, board, workspace):
+    command = shlex.join(["A=1", "python", RECIPE, "--preset", "tiny", "--dataset_name", "a b.jsonl", "c.jsonl"])
+    command += " --max_steps=7 --use_cpu --warmup_steps 0.1 --output_dir out/older"
+    for name in ("older", "newer"):
+        record(workspace / "out" / name, command, directory=str(workspace))
+    open_page(page, f"{board.url}/en/?token={board.token}")
+    page.locator("#runs label", has_text="older").wait_for()
+    held: list = []
+    page.route("**/queue/join*", lambda route: held.append(route))
+    page.reload()
+    page.locator("#runs label", has_text="older").click()
+    page.get_by_role("tab", name="New run").click()
+    name = page.locator("#name input, #name textarea").first
+    name.fill("typed")
+    # The buttons act on what is chosen when the answer to the first questions has come.
+    page.unroute("**/queue/join*")
+    for each in held:
+        each.continue_()
+    page.get_by_role("tab", name="Runs", exact=True).click()
+    wait_for_text(page, "#view", "out/older")
+    assert page.locator("#runs input:checked").input_value() == "older"
+    # The form gets the flags of an earlier run, also if its preset proposes another name.
+    page.get_by_role("tab", name="New run").click()
+    page.locator("#earlier input").click()
+    page.get_by_role("option", name="older", exact=True).click()
+    words = "pretrain --preset tiny --dataset_name 'a b.jsonl' c.jsonl --max_steps 7 --use_cpu true --nproc 1"
+    expected = f"hf-pretrain {words} --warmup_steps 0.1 --output_dir out/typed"
+    page.wait_for_function("text => document.querySelector('#command textarea').value === text", arg=expected)
+    assert name.input_value() == "typed"
+    # What is there can be chosen: data beside the runs, and no configs of models.
+    page.locator("#flag-dataset_name input").click()
+    options = page.get_by_role("option").all_inner_texts()
+    assert {"embedded", "train.jsonl"} <= {*options} and not any("config" in each for each in options)
+    # Six fields are open, and the help keeps its asterisks.
+    page.keyboard.press("Escape")
+    assert page.locator("[id^=flag-]:visible").count() == 6
+    page.locator("#group-3 button").first.click()
+    help_text = page.locator("#flag-gradient_accumulation_steps").inner_text()
+    assert "batch_size * num_devices * gradient" in " ".join(help_text.split()).replace("per_device_train_", "")
 
 
 @pytest.mark.slow
@@ -293,6 +358,29 @@ def test_foreign_pages_and_requests_without_the_token_are_refused(board, workspa
 # Parts
 
 
+def test_a_token_is_written_whole_and_one_that_can_be_guessed_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "HF_HOME", str(tmp_path))
+    place = tmp_path / "hf_pretrain/board_token"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As a full disk does, refuse each byte.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="could not be written"):
+            serving.read_token()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not place.exists()
+    seen = set()
+    for bad in (b"", b"\n", b"short", b"\xff" * 40, "ü".encode() * 30, b"a b" * 20):
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(bad)
+        token = serving.read_token()
+        assert len(token) >= 22 and serving.read_token() == token == place.read_text()
+        assert place.stat().st_mode & 0o077 == 0
+        seen.add(token)
+    assert len(seen) == 6
+
+
 def test_a_form_becomes_a_command():
     actions = launching.read_flags()["pretrain"]
     values = ["", *[""] * (len(launching.FLAGS) - 1)]
@@ -308,6 +396,13 @@ def test_a_form_becomes_a_command():
         with pytest.raises(ValueError, match="for the name"):
             launching.make_words(actions, "pretrain", "tiny", name, values, "")
     assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
+
+
+def test_an_export_names_its_weights():
+    words = launching.export_words(Path("out/a"), "gguf", "q8_0", "")
+    assert shlex.join(words) == "convert --from out/a --to out/a-gguf-q8_0 --format gguf --dtype q8_0"
+    words = launching.export_words(Path("out/a"), "llama", "", "me/b")
+    assert shlex.join(words) == "convert --from out/a --to out/a-llama --format llama --push --hub_model_id me/b"
 
 
 def test_an_evaluation_names_tasks_and_data():
@@ -381,6 +476,79 @@ def test_only_a_living_process_holds_a_directory(tmp_path):
     assert find_holder(place) is None
 
 
+def record(run: Path, command: str, **fields) -> Path:
+    """Write the record of a run that was started in the working directory."""
+    run.mkdir(parents=True, exist_ok=True)
+    launch = {"command": command, "directory": os.getcwd()} | fields
+    (run / RECORD_NAME).write_text(json.dumps([launch]))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "launcher"),
+    [
+        ("LD_PRELOAD=/tmp/x.so OMP_NUM_THREADS=1 /usr/bin/python3.12", "--nproc 1"),
+        ("python /b/torchrun --nproc_per_node=4 --master_port 29501", "--nproc 4"),
+        ("/elsewhere/torchrun --standalone --nproc-per-node 2", "--nproc 2"),
+        ("torchrun --signals-to-handle SIGTERM,SIGINT --nproc_per_node 2", "--nproc 2"),
+        ("deepspeed --quiet --include localhost:0,1,2 --master_port 1", "--nproc 3 --launcher deepspeed"),
+        ("deepspeed", "--nproc 1 --launcher deepspeed"),
+        (
+            f"accelerate launch --config_file {CONFIGS}/zero2.yaml --deepspeed_config_file x.json --num_processes 2 "
+            "--main_process_port 1",
+            "--nproc 2 --accelerate zero2",
+        ),
+    ],
+)
+def test_a_run_of_any_launcher_is_resumed_by_the_command_of_this_package(tmp_path, monkeypatch, before, launcher):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--preset", "tiny", "--run_name", "a b"]
+    place = ["--output_dir", "out/a"]
+    for more, then in ((place, []), (["--output_dir", "/b"], ["--output_dir", "/b"])):
+        text = f"{before} {shlex.join([RECIPE, *flags, *more])}"
+        for command in (text, f"{text} --resume_from_checkpoint auto"):
+            words = launching.recorded_words(record(Path("out/a"), command))
+            assert words == ["pretrain", *launcher.split(), *flags, *then]
+
+
+PROGRAM = "import pathlib; pathlib.Path('ran').touch()"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", "no command"),
+        ("A=1", "no command"),
+        ("touch ran", "recipes of this package"),
+        (f"sh -c 'touch ran' {RECIPE}", "recipes of this package"),
+        (f'{sys.executable} -c "{PROGRAM}" {RECIPE}', "recipes of this package"),
+        (f"torchrun --no-python touch ran {RECIPE}", "recipes of this package"),
+        (f"accelerate launch --config_file mine.yaml {RECIPE}", "recipes of this package"),
+        (f"deepspeed --include other:0 {RECIPE}", "recipes of this package"),
+        (f"torchrun -m mine {RECIPE}", "recipes of this package"),
+        ("python pretrain.py", "recipes of this package"),
+        (f"python {ROOT}/recipes/../hf_pretrain_cli.py pretrain", "recipes of this package"),
+        (f"python {RECIPE} --run_name '", "quotation"),
+        (f"python {RECIPE} --run_name <token>", "token"),
+        (f"python {ROOT}/recipes/grpo.py --rewards out.a.mine:run", "code or tasks of your own"),
+        (f"python {ROOT}/recipes/grpo.py --tools out.a.mine:run", "code or tasks of your own"),
+        (f"python {RECIPE} --eval_tasks_path out/a", "code or tasks of your own"),
+        (f"python {ROOT}/recipes/grpo.py --config out/a/mine.yaml", "code or tasks of your own"),
+    ],
+)
+def test_a_record_starts_no_program_and_no_code_of_its_own(tmp_path, monkeypatch, command, message):
+    monkeypatch.chdir(tmp_path)
+    run = record(Path("out/a"), command)
+    (run / "mine.py").write_text(f"{PROGRAM}\nrun = print\n")
+    (run / "mine.yaml").write_text("rewards: [out.a.mine:run]\n")
+    with pytest.raises(ValueError, match=message):
+        launching.resume_run(run)
+    assert {path.name for path in run.iterdir()} == {RECORD_NAME, "mine.py", "mine.yaml"}
+    # The words of the record hold for the directory in which they were typed.
+    with pytest.raises(ValueError, match=message if message == "no command" else "started in|token|quotation"):
+        launching.resume_run(record(run, command, directory=str(tmp_path / "out")))
+
+
 def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "out/from-scratch/pretrain"
@@ -412,7 +580,156 @@ def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
         assert (">expected<" in shown) == is_expected
         assert "stopped: &lt;i&gt;" in shown and "<i>&lt;u&gt;</i> x" in shown
     assert runs.read(name).seconds_left == 10.0
-    assert runs.summarize(name, str) == "from-scratch/pretrain · stopped · Step 10/30 · Loss 2.000"
+    assert runs.summarize(name, str) == "from-scratch/pretrain · stopped · Step 10/30 · Training loss 2.000"
+
+
+STEP = {"step": 10, "loss": 2.0, "num_input_tokens_seen": 9, "training_seconds": 5.0, "max_steps": 30}
+LINE = json.dumps(STEP).encode() + b"\n"
+FILES = (RECORD_NAME, LOG_NAME, LOCK_NAME, launching.CHAT_NAME, OUTPUT_NAME, "trainer_state.json")
+# Contents of a file of a run, by its name.
+DAMAGED = [
+    *({name: content} for name in FILES for content in (b"", b"\xff\xfe", b"[" * 99_999, b"null", b"[null, 1]", b"7")),
+    *({RECORD_NAME: b'[{"command": 1, "directory": 2, "%s": %s}]' % pair} for pair in itertools.product(
+        (b"arguments", b"samples", b"versions", b"data", b"loss_unit", b"unigram_loss", b"stopped", b"next_commands"),
+        (b"7", b"[[]]", b'{"counts": 3}', b'[[1, "ab"], ["x", [["", ""]]]]', b'"\\ud800"'),
+    )),
+    *({LOG_NAME: LINE + line + b"\n" + LINE} for line in (
+        *(b"null", b"[]", b"{", b'{"step": null}', b'{"step": 1e999}', b'{"loss": 1}', b'{"step": 20, "lo\xff": 3}'),
+        *(b'{"step": 20, "%s": %s}' % pair for pair in itertools.product(
+            (b"step", b"loss", b"num_input_tokens_seen", b"max_steps", b"training_seconds"),
+            (b'"x"', b"{}", b"1" + b"0" * 400, b"1e308"),
+        )),
+    )),
+    {"trainer_state.json": b'{"log_history": {"step": 3}}'},
+    {"trainer_state.json": b'{"log_history": [7, null, {"step": "x"}]}'},
+]  # fmt: skip
+
+
+def make_damaged(out: Path) -> list[str]:
+    """Write damaged runs beside a good one, and return their names."""
+    for number, files in enumerate(DAMAGED):
+        run = out / f"damaged-{number}"
+        run.mkdir(parents=True)
+        for name, content in ({RECORD_NAME: b"[{}]"} | files).items():
+            (run / name).write_bytes(content)
+    kinds = {"fifo": os.mkfifo, "directory": os.mkdir, "loop": lambda path: path.symlink_to(path.name)}
+    kinds |= {
+        "zeros": lambda path: path.symlink_to("/dev/zero"),
+        "huge": lambda path: (path.touch(), os.truncate(path, 1 << 36)),
+    }
+    for name, (kind, make) in itertools.product(FILES, kinds.items()):
+        run = out / f"{kind}-{name.strip('.')}"
+        run.mkdir()
+        (run / RECORD_NAME).write_bytes(b"[{}]")
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+    # A name that is not UTF-8, a checkpoint without an end, and a link to the directory itself.
+    os.mkdir(os.fsencode(out) + b"/\xff")
+    (out / os.fsdecode(b"\xff") / RECORD_NAME).write_bytes(b"[{}]")
+    (out / os.fsdecode(b"\xff") / LOG_NAME).write_bytes(LINE)
+    (out / "damaged-0/checkpoint-3").symlink_to("checkpoint-3")
+    (out / "damaged-1/self").symlink_to(out)
+    record(out / "good", "x")
+    (out / "good" / LOG_NAME).write_bytes(LINE)
+    return os.listdir(out)
+
+
+def test_a_damaged_run_hides_no_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = make_damaged(tmp_path / "out")
+    found = runs.find_runs()
+    assert "good" in found and len(found) > 100
+    listed = dict((name, text) for text, name in board_page._choices(str))
+    assert listed["good"] == "good · interrupted · Step 10/30 · Training loss 2.000"
+    json.dumps([*listed.items()], ensure_ascii=False).encode()
+    # Drawing all charts would take a minute.
+    monkeypatch.setattr(runs, "draw_charts", lambda *_, **__: [])
+    assert "cards" in board_page._refresh(str, "good", None)[3]
+    for name in found:
+        shown, log, link = runs.show(name, str), runs.read_output(name), board_page._link(name, str)
+        assert "cards" in shown.encode().decode() and not link and isinstance(log, str)
+    compared, left_out = read_runs(Path("out", name) for name in names)
+    assert "out/good" in {run.name for run in compared} and len(compared) + len(left_out) == len(names)
+    several = [run for run in compared if len(run.log) > 1 or "good" in run.name][:30]
+    write_page([*several, *(run for run in compared if "�" in run.name)], tmp_path / "report.html")
+    assert "out/good" in (tmp_path / "report.html").read_text()
+
+
+def test_a_log_is_read_from_where_it_has_grown(tmp_path):
+    """A launch that resumes writes the log anew."""
+    record(tmp_path, "x")
+    log = tmp_path / LOG_NAME
+
+    def write(*steps: int, mode: str = "a", end: str = "\n") -> list[int]:
+        with log.open(mode) as file:
+            file.write("\n".join(json.dumps(STEP | {"step": step}) for step in steps) + end)
+        return [entry["step"] for entry in read_run(tmp_path).log]
+
+    assert write(*range(40)) == [*range(40)]
+    # The beginning is not read again.
+    with log.open("r+") as file:
+        file.write("damaged")
+    assert write(40) == [*range(41)]
+    # The last line is not complete yet.
+    assert write(41, end="") == [*range(41)] and write(end="\n") == [*range(42)]
+    for steps in ([1, 2], [*range(60)], [3]):
+        assert write(*steps, mode="w") == steps
+
+
+def test_long_curves_are_thin_and_keep_their_extremes(monkeypatch):
+    size = 20_000
+    log = [STEP | {"step": step, "num_input_tokens_seen": step * 1000, "loss": 2.0} for step in range(1, size)]
+    log[777]["loss"], log[7777]["loss"] = 9.25, 0.25
+    calls, interpolate = [], np.interp
+    monkeypatch.setattr(np, "interp", lambda *values: calls.append(1) or interpolate(*values))
+    plotted, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, **how: plotted.append((x, y)) or plot(self, x, y, **how))
+    assert len([*draw_charts([Run("long", [], log)])]) == 2
+    # One call for a curve: a call for each point makes the time quadratic.
+    assert len(calls) < 20
+    for x, y in plotted:
+        assert len(x) == len(y) <= 1000 and (max(y), min(y), y[0], y[-1]) == (9.25, 0.25, 2.0, 2.0)
+    assert (plotted[0][0][0], plotted[0][0][-1]) == (0.001, (size - 1) / 1000)
+    # A short curve has all its points.
+    plotted.clear()
+    [*draw_charts([Run("short", [], log[:300])])]
+    assert {len(x) for x, _ in plotted} == {300}
+
+
+def test_the_charts_of_a_run_that_trains_wait_and_the_rest_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = record(tmp_path / "out/mine", "x")
+    (run / LOG_NAME).write_bytes(LINE)
+    _, newest, seen, shown, _, _ = board_page._refresh(str, None, None)
+    assert newest == "mine" and "svg" in shown
+    with (run / LOG_NAME).open("ab") as file:
+        file.write(LINE.replace(b"10", b"20"))
+    os.utime(run / LOG_NAME, (1, 1))
+    choices, _, waits, shown, log, _ = board_page._refresh(str, "mine", seen)
+    assert shown == gr.skip() and waits == seen and "step 20" in log and "Step 20" in choices["choices"][0][0]
+    # When the time has come, they are drawn.
+    assert "svg" in board_page._refresh(str, "mine", (seen[0], 0.0))[3]
+    # A change of the state is shown at once.
+    (run / RECORD_NAME).write_text(json.dumps([{"stopped": "by me", "command": "x"}]))
+    assert "by me" in board_page._refresh(str, "mine", seen)[3]
+
+
+def test_the_link_to_a_chat_appears_when_it_answers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = record(tmp_path / "out/mine", "x") / launching.CHAT_NAME
+    port = free_port()
+    write_holder(place, os.getpid(), url=f"http://127.0.0.1:{port}")
+    assert board_page._link("mine", str) == ""
+    with socket.create_server(("127.0.0.1", port)):
+        assert f'href="http://127.0.0.1:{port}"' in board_page._link("mine", str)
+        for url in (
+            "javascript:alert(1)",
+            f'http://127.0.0.1:{port}"><script>',
+            "http://127.0.0.1:99999",
+            f"http://a:{port}",
+        ):
+            write_holder(place, os.getpid(), url=url)
+            assert board_page._link("mine", str) == ""
 
 
 def test_the_language_is_the_one_that_the_browser_prefers():

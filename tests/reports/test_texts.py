@@ -6,7 +6,7 @@ import re
 import pytest
 
 import hf_pretrain_cli
-from hf_pretrain.board.launching import FLAGS
+from hf_pretrain.board.launching import FLAGS, FORM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.reports.metrics import METRICS
 from hf_pretrain.reports.texts import TEXTS, terminal_language, translation
@@ -19,6 +19,7 @@ def test_every_text_that_the_package_shows_is_translated():
     used = {text for path in files for text in re.findall(r"\bt\(\s*[\"']([^\"']+)[\"']", path.read_text("utf-8"))}
     assert len(used) > 90 and used <= {*TEXTS}
     assert {metric.label for metric in METRICS} <= {*TEXTS}
+    assert {*FORM, *(label for labels in FORM.values() for label in labels.values())} <= {*TEXTS}
     # A translation has the same fields.
     for text in TEXTS:
         assert sorted(re.findall(r"{\w+}", text)) == sorted(re.findall(r"{\w+}", translation("zh")(text))), text

@@ -132,7 +132,7 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
     run.record_start(checkpoint=None)
     run.record(arguments=values_by_name(args, [DataArguments(dataset_name=["mine.jsonl"])]))
     (entry,) = read(tmp_path)
-    assert "recipes/pretrain.py --run_name=<token> --max_steps 3" in entry["command"] and "ended" not in entry
+    assert "recipes/pretrain.py '--run_name=<token>' --max_steps 3" in entry["command"] and "ended" not in entry
     # The record also has flags that the command line lacks.
     assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
     assert entry["versions"]["torch"] == version("torch") and entry["launcher"] == "python"
