@@ -29,7 +29,8 @@ from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
-COMMON = "--use_cpu --bf16 false --validation_fraction 0.2 --max_steps 4 --logging_steps 1 --eval_steps 2 --save_steps 2 --report_to none"
+COMMON = "--use_cpu --bf16 false --validation_fraction 0.2 --max_steps 4 --logging_steps 1 --eval_steps 2"
+COMMON += " --save_steps 2 --report_to none"
 TEXTS = "--dataset_name train.jsonl --max_length 32 --model_name_or_path dense"
 CHATS = "--dataset_name chats.jsonl --max_length 64 --model_name_or_path dense"
 PAIRS = "--dataset_name pairs.jsonl --max_length 64 --model_name_or_path dense"
@@ -63,7 +64,9 @@ RUNS: dict[str, tuple[str, str, str]] = {
 RESUMED = {"pretrain-muon": "torchrun", "pretrain-zero2": "python", "sft-lora": "python", "dpo": "torchrun"}
 ANSWERING = ("dense", "llama", "sft", "sft-lora", "sft-published", "dpo")
 # What differs from run to run: times, speeds and memory.
-_VARYING = r"\d[\d.,:]* ?(?:s|min|minutes?|seconds?|hours?|tokens/s|[KMG]i?B)\b|\d{4}-\d\d-\d\d[T ][\d:.]+|\d+:\d\d:\d\d"
+_VARYING = (
+    r"\d[\d.,:]* ?(?:s|min|minutes?|seconds?|hours?|tokens/s|[KMG]i?B)\b|\d{4}-\d\d-\d\d[T ][\d:.]+|\d+:\d\d:\d\d"
+)
 _CLOCKS = {*CLOCKS, "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 
 
@@ -112,9 +115,13 @@ def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict
     state = json.loads((path / name / "trainer_state.json").read_text())
     return {
         "log": [{key: entry[key] for key in sorted(entry) if key not in _CLOCKS} for entry in state["log_history"]],
-        "tensors": {str(file.relative_to(path)): _digests(file) for file in sorted((path / name).rglob("*.safetensors"))},
+        "tensors": {
+            str(file.relative_to(path)): _digests(file) for file in sorted((path / name).rglob("*.safetensors"))
+        },
         "output": output,
-        "card": _constant((path / name / "README.md").read_text(), path) if (path / name / "README.md").is_file() else "",
+        "card": _constant((path / name / "README.md").read_text(), path)
+        if (path / name / "README.md").is_file()
+        else "",
     }
 
 

@@ -19,9 +19,9 @@ logger = logging.get_logger(__name__)
 
 # Seconds of silence after which a chat begins another conversation.
 PAUSE_SECONDS = 3600
-# Kinds of ChatGPT's contents that are no part of the conversation.
 # What ChatGPT writes where it shows a link or a name; in older exports, `【3†source】`.
 _MARK = re.compile(" ?(\ue200[^\ue201]*\ue201|【\\d[^】]*†[^】]*】)")
+# Kinds of ChatGPT's contents that are no part of the conversation.
 _NOT_SHOWN = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
 
 
