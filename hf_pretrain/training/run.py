@@ -45,7 +45,7 @@ from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS, describe_own_optimizer
 from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
 from .samples import AddedFigures, SampleCallback, measure_answers, sample_answers, sample_continuations
-from .settling import TrainerData, settle, settle_date, settle_dry_run, settle_name
+from .settling import TrainerData, check_best_metric, settle, settle_date, settle_dry_run, settle_name
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, values_by_name
 
@@ -225,7 +225,7 @@ def train(
     facts.datasets, facts.data = data.names, data.report
     facts.data_kind, facts.eval_datasets = data.kind, data.eval_names
     settle(run, data, model)
-    _check_best_metric(run, data)
+    check_best_metric(run, data)
     if data.conversations is not None:
         measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
         run.callbacks.append(AddedFigures(measure))
@@ -253,17 +253,6 @@ def train(
         facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=vocab_size)
     _report(trainer, metrics, samples)
     leave_process_group()
-
-
-def _check_best_metric(run: Run, data: PreparedData) -> None:
-    """Raise `UserError` for a figure that no evaluation would have. TRL's trainers and tasks have others."""
-    best = (run.args.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ["loss", "perplexity", "bits_per_byte", *(["kl"] if run.facts.recipe == "distill" else [])]
-    if data.conversations is not None:
-        known += ["distinct_2", "repeated_4grams", "ended_answers", "answer_tokens"]
-    is_own = best in known or best.startswith(tuple(f"{name}_" for name in data.eval_sets if name))
-    if run.args.has_masked_loss and not is_own and not any(isinstance(each, AddedFigures) for each in run.callbacks):
-        raise UserError(f"--metric_for_best_model {best} is no figure of this run. It has {', '.join(known)}.")
 
 
 def _set_callbacks(trainer: "RunTrainer", *last: TrainerCallback) -> None:

@@ -33,6 +33,7 @@ from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args
 from .micro_batch import choose_micro_batch
 from .run_directory import now
+from .samples import AddedFigures
 from .training_arguments import LMTrainingArguments, default_learning_rate
 
 
@@ -81,6 +82,17 @@ def showing(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
         yield
     finally:
         args.__dict__.update(before)
+
+
+def check_best_metric(run: "Run", data: "PreparedData") -> None:
+    """Raise `UserError` for a figure that no evaluation would have. TRL's trainers and tasks have others."""
+    best = (run.args.metric_for_best_model or "loss").removeprefix("eval_")
+    known = ["loss", "perplexity", "bits_per_byte", *(["kl"] if run.facts.recipe == "distill" else [])]
+    if data.conversations is not None:
+        known += ["distinct_2", "repeated_4grams", "ended_answers", "answer_tokens"]
+    is_own = best in known or best.startswith(tuple(f"{name}_" for name in data.eval_sets if name))
+    if run.args.has_masked_loss and not is_own and not any(isinstance(each, AddedFigures) for each in run.callbacks):
+        raise UserError(f"--metric_for_best_model {best} is no figure of this run. It has {', '.join(known)}.")
 
 
 def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedModel) -> None:
