@@ -233,7 +233,7 @@ class _Answer(BaseStreamer):
         self.stops, config.stop_strings = config.stop_strings or [], None
         self.loop, self.queue = asyncio.get_running_loop(), _Pieces()
         self.token_ids: list[int] = []
-        self.held = ""
+        self.held, self.is_cancelled = "", False
         self.send([] if parser is None else response_events_to_chunks(parser.initial_events))
 
     def __len__(self) -> int:
@@ -253,11 +253,13 @@ class _Answer(BaseStreamer):
             self.end()
 
     def cancel(self) -> None:
-        """End the answer with its next letter, because the client has gone."""
-        self.stops = [""]
+        """End the answer with its next token, because the client has gone."""
+        self.is_cancelled = True
 
     def put(self, value: torch.Tensor) -> None:
         """Send the text of a new token, `(1,)`. transformers calls this with the prompt first, `(1, seq_len)`."""
+        if self.is_cancelled:
+            raise _Ended
         if value.dim() > 1:
             return
         self.token_ids += value.tolist()
