@@ -26,6 +26,7 @@ from ..reports.run_files import OUTPUT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
+from ..training.minimind_flags import translate_minimind
 from ..training.parsing import read_defaults
 from ..weights.model_arguments import choose_preset
 
@@ -36,7 +37,7 @@ FLAGS = tuple(flag for group in FORM.values() for flag in group)
 CHAT_NAME = "chat.json"
 _RESUMED = ["--resume_from_checkpoint", "auto"]
 # The words before a recipe that `hf-pretrain` writes, and the usual ones of users; each ends with a newline.
-_LAUNCHERS = r"""(?x) (.*python[\d.]*\n)?
+_LAUNCHERS = r"""(?x) (.*python[\d.]*t?(\.exe)?\n)?
     (.*\b(?P<program>torchrun|deepspeed|accelerate)\n (launch\n)? (
         --standalone\n | --quiet\n | --(master|main_process)_port\n\d+\n | --signals-to-handle\n.*\n
         | --nproc[_-]per[_-]node[\n=](?P<ranks>\d+)\n | --include\nlocalhost:(?P<devices>[\d,]+)\n
@@ -200,9 +201,11 @@ def recorded_words(directory: Path) -> list[str]:
 
 def _check_no_code(stage: str, flags: list[str]) -> None:
     """Raise `UserError` if flags, or the file of `--config`, name code of the user."""
+    flags = translate_minimind(flags, stage)
     typed, _ = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_known_args(flags)
     for values in (vars(typed), read_defaults(Path(typed.config)) if typed.config else {}):
-        if values.get("tools") or values.get("eval_tasks_path") or ":" in str(values.get("rewards")):
+        names_code = any(values.get(name) for name in ("tools", "eval_tasks_path", "trust_remote_code"))
+        if names_code or ":" in str(values.get("rewards")):
             raise UserError("Its command names code or tasks of your own. Resume it in a terminal.")
 
 

@@ -83,7 +83,7 @@ def _read_chatgpt(conversation: dict[str, Any]) -> list[dict[str, Any]]:
         text = "".join(content["parts"])
         for reference in about.get("content_references") or ():
             # The list of sources below an answer matches a space.
-            if _MARK.match(mark := reference["matched_text"]) and reference.get("alt"):
+            if _MARK.match(mark := reference.get("matched_text") or "") and reference.get("alt"):
                 text = text.replace(mark, reference["alt"])
         if text := _MARK.sub("", text).strip():
             messages.append({"role": role, "content": text})

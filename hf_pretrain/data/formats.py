@@ -34,7 +34,7 @@ TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENTS)
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
 KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
-# Of Windows where people write Chinese, western languages, Russian and Japanese.
+# Code pages of Windows for Chinese, western languages, Russian and Japanese.
 ENCODINGS = ("gb18030", "cp1252", "cp1251", "cp932")
 # Beginnings of questions, which the group matches, and of answers.
 PAIR_MARKS = re.compile(r"(?im)^[>#* \t]*(?:(Q|Question|问题?|提问)|A|Answer|答案?|回答)[ \t]*\d*[ \t]*\**[:：]\**")

@@ -19,6 +19,8 @@ logger = logging.get_logger(__name__)
 
 # Largest size of a part of a file, in bytes, once it is decompressed: more text than any book, a few seconds to read.
 MAX_PART_BYTES = 100_000_000
+# Largest number of cells of a sheet, empty ones included.
+MAX_CELLS = 20_000_000
 # How Excel writes control characters, and an underscore in front of a text that reads so.
 _ESCAPED = re.compile("_x(00[01][0-9A-F]|005F)_")
 _ERRORS = ("#NULL!", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#N/A")
@@ -43,7 +45,10 @@ def read_office_file(path: Path, extension: str, text_column: str | None) -> lis
     content = pa.input_stream(path).read()
     try:
         if extension == ".xlsx":
-            return _read_sheets(openpyxl.load_workbook(io.BytesIO(content), read_only=True, data_only=True))
+            for item in zipfile.ZipFile(io.BytesIO(content)).infolist():
+                # The rows of a sheet are read one by one.
+                _check_size(path, 0 if item.filename.startswith("xl/worksheets/") else item.file_size)
+            return _read_sheets(path, openpyxl.load_workbook(io.BytesIO(content), read_only=True, data_only=True))
         text = _read_docx(path, content) if extension == ".docx" else _read_pdf(path, content)
     except UserError:
         raise
@@ -113,7 +118,7 @@ def _write_element(element: Any, references: list[Any]) -> str:
     return text.strip("\f") + "\n\n" if isinstance(element, documents.Paragraph) else text
 
 
-def _read_sheets(book: Any) -> list[list[tuple[int, list[str]]]]:
+def _read_sheets(path: Path, book: Any) -> list[list[tuple[int, list[str]]]]:
     """Return the rows of each sheet that hold a value. All rows of a sheet have the same number of cells."""
     tables = []
     for sheet in book.worksheets:
@@ -122,6 +127,8 @@ def _read_sheets(book: Any) -> list[list[tuple[int, list[str]]]]:
         cells = ([_write_cell(value) for value in row] for row in sheet.iter_rows(values_only=True))
         rows = [(number, row) for number, row in enumerate(cells, start=1) if any(row)]
         width = max((len(row) for _, row in rows), default=0)
+        if width * len(rows) > MAX_CELLS:
+            raise UserError(f"{path} has a value in column {width:,} of a sheet. Delete it if it is a stray one.")
         tables.append([(number, row + [""] * (width - len(row))) for number, row in rows])
     return tables
 

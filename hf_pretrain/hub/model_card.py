@@ -84,7 +84,8 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
     while name is not None and hub_id(name) is None and name not in seen:
         seen.add(name)
         # A checkpoint lies in the directory of its run, and a file beside its card.
-        places = [Path(name), Path(name).parent]
+        is_part = Path(name).name.startswith("checkpoint-") or Path(name).is_file()
+        places = [Path(name), *([Path(name).parent] if is_part else [])]
         for path in (place / REPOCARD_NAME for place in places):
             with suppress(OSError, ValueError, YAMLError):
                 if found := metadata_load(path):

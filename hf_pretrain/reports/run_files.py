@@ -159,11 +159,15 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 def _figures(entries: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the numbers in entries of a log. Leave out entries without a step, and integers that are no floats."""
     found = [
-        {name: each for name, each in entry.items() if isinstance(each, int | float) and not abs(each) > 1e300}
+        {name: each for name, each in entry.items() if _is_number(each)}
         for entry in entries
         if isinstance(entry, dict)
     ]
     return [figures for figures in found if isinstance(figures.get("step"), int)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
 
 
 def _parse(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
@@ -214,11 +218,16 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
 
 
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:
+    """Return the launches of [`read_record`] without the fields that have another type than a run writes."""
+    launches = read_record(directory)
+    return [{name: each for name, each in launch.items() if _fits({name: each}, _SHAPE)} for launch in launches]
+
+
+def read_record(directory: str | Path) -> list[dict[str, Any]]:
     """Return the launches that `run.json` holds; an empty list if there is no such file."""
     record = Path(directory, RECORD_NAME)
     launches = _read_json(record) if record.is_file() else []
-    kept = [launch for launch in (launches if isinstance(launches, list) else []) if isinstance(launch, dict)]
-    return [{name: each for name, each in launch.items() if _fits({name: each}, _SHAPE)} for launch in kept]
+    return [launch for launch in (launches if isinstance(launches, list) else []) if isinstance(launch, dict)]
 
 
 def _fits(value: Any, shape: Any) -> bool:

@@ -168,13 +168,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise UserError(f"--config {path} extends itself, or is nested too deeply. Correct `extends`.") from None
     if not isinstance(content, dict):
         raise UserError(f"--config {path} must hold `key: value` lines, such as `learning_rate: 1e-3`.")
-    parent, example = content.pop("extends", None), content.get("example", {})
+    parent, example = content.pop("extends", None), content.pop("example", {})
     kinds = [type(each) for each in content.get("mixed_in") or ["", 0.5]]
     if not isinstance(example, dict) or kinds != [str, float]:
         raise UserError(f"--config {path}: `example` must hold `key: value` lines, and `mixed_in` be [FILE, 0.3].")
     for part in (content, example):
         part.update({key: _find_beside(path.parent, part[key]) for key in _DATA_KEYS if key in part})
-    return content if parent is None else read_config(path.parent / parent) | content
+    base = {} if parent is None else read_config(path.parent / parent)
+    # The parent's example is for its data alone, and the file's own keys win over it.
+    above = {} if "dataset_name" in content else base.get("example", {})
+    example = {name: value for name, value in above.items() if name not in content} | example
+    base.pop("example", None)
+    return base | content | ({"example": example} if example else {})
 
 
 def _find_beside(directory: Path, value: Any) -> Any:
@@ -182,4 +187,4 @@ def _find_beside(directory: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_find_beside(directory, each) for each in value]
     path = os.path.normpath(directory / str(value))
-    return path if value is not None and os.path.exists(path) else value
+    return path if value and os.path.exists(path) else value

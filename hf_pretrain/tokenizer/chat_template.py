@@ -18,7 +18,7 @@ _MARK = re.compile(r"{%-?\s*(generation|endgeneration)\s*-?%}")
 
 # Calls of the function by which templates write today's date, and what `fix_date` makes of them.
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_FIXED = re.compile(r"""\("[^"]*" if true else (strftime_now\(.*?\))\)""")
+_FIXED = re.compile(r"""\("(?:[^"\\]|\\.)*" if true else (strftime_now\(.*?\))\)""")
 
 # Places in the templates of MiniMind's own tokenizers that write the assistant's text, and the same places with marks.
 _UNMARKED = {

@@ -182,7 +182,7 @@ def _answering_model(directory: Path, collected: dict[str, str]) -> str | None:
     # An adapter of this package knows its base model.
     if lora == "None" or (directory / lora).is_dir():
         return model if lora == "None" else str(directory / lora)
-    (*_, file) = directory / f"{lora}.pth", *sorted(directory.rglob(f"{lora}_*.pth"))
+    file = [directory / f"{lora}.pth", *sorted(directory.rglob(f"{lora}_*.pth"))][-1]
     merge = ["--from", str(file), "--base", model or "MODEL", "--to", str(directory / f"{lora}-merged")]
     raise UserError(f"MiniMind's LoRA {lora} has to be merged first: hf-pretrain convert {shlex.join(merge)}")
 

@@ -56,6 +56,10 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         if config:
             own = typed.dataset_name if "dataset_name" in given else []
             content = read_defaults(Path(config), has_own_data=bool(own))
+            if "columns" in given:
+                # The user's names of columns fit the user's files alone.
+                others = content.keys() - {"mixed_in", "eval_dataset_name"}
+                content = {name: value for name, value in content.items() if name in others}
             is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
             if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
                 name, share = mixed_in
@@ -100,7 +104,8 @@ def read_defaults(path: Path, *, has_own_data: bool = False) -> dict[str, Any]:
         return content if has_own_data else content | example
     start = STAGES[stage].start
     model = {"model_name_or_path": f"out/{start}-{preset}"} if start else {"preset": preset}
-    return read_config(base) | model | {"output_dir": f"out/{stage}-{preset}"}
+    shared = {name: value for name, value in read_config(base).items() if name != "example"}
+    return shared | model | {"output_dir": f"out/{stage}-{preset}"}
 
 
 def _yaml_to_argv(path: str, content: dict[str, Any], typed: Namespace) -> list[str]:

@@ -318,7 +318,9 @@ def restore_best(trainer: "RunTrainer", checkpoint: str) -> None:
     if not args.load_best_model_at_end:
         return
     key, sign = f"eval_{args.metric_for_best_model.removeprefix('eval_')}", 1 if args.greater_is_better else -1
-    values = {entry["step"]: entry[key] for entry in state.log_history if math.isfinite(entry.get(key, math.nan))}
+    # Trainer never takes the model before the first step for the best.
+    entries = [entry for entry in state.log_history if entry["step"] and math.isfinite(entry.get(key, math.nan))]
+    values = {entry["step"]: entry[key] for entry in entries}
     # Of equal values, the first one is the best.
     steps = sorted(values, key=lambda step: sign * values[step], reverse=True)
     paths = {step: str(checkpoint_path(Path(checkpoint).parent, step)) for step in steps}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from datasets import Dataset
 from transformers import (
-    GenerationConfig,
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
@@ -44,7 +43,14 @@ from .dry_run import format_plan
 from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS, describe_own_optimizer
 from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
-from .samples import AddedFigures, SampleCallback, measure_answers, sample_answers, sample_continuations
+from .samples import (
+    AddedFigures,
+    SampleCallback,
+    measure_answers,
+    sample_answers,
+    sample_continuations,
+    set_generation_defaults,
+)
 from .settling import TrainerData, check_best_metric, settle, settle_date, settle_dry_run, settle_name
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, values_by_name
@@ -313,14 +319,20 @@ def train_and_evaluate(
     """
     samples = SampleCallback(sample) if sample is not None else None
     _set_callbacks(trainer, *([samples] if samples is not None else []))
-    _set_generation_defaults(trainer)
+    set_generation_defaults(trainer)
     if trainer.args.process_index == 0:
         run, facts = trainer.run, trainer.run.facts
         # `recipes/chat.py` continues text with a model that was only pretrained.
         data = {"names": facts.datasets, "counts": facts.data}
         fields = {"recipe": facts.recipe, "data": data, "loss_unit": facts.loss_unit}
         run.directory.record(arguments=values_by_name(trainer.args, run.others), **fields)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyError as error:
+        # Trainer's own error at the first evaluation names the figures that there are.
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise UserError(error.args[0]) from error
     # Save before evaluating: a crash in the evaluation must not cost the model.
     trainer.save_model()
     metrics: dict[str, float] = {}
@@ -331,25 +343,6 @@ def train_and_evaluate(
         return metrics, []
     # Without an evaluation, sample now.
     return metrics, samples.samples[-1][1] if samples.samples else samples.sample(trainer.model)
-
-
-def _set_generation_defaults(trainer: "RunTrainer") -> None:
-    """
-    Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
-    `inference.terminal_chat` recognises base models by it.
-    """
-    model, data_kind = base_model_of(trainer.model), trainer.run.facts.data_kind
-    if not model.can_generate():
-        return
-    if data_kind == "text":
-        # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.generation_config.do_sample = False
-    # Every other training turns a base model into a chat model, and a chat model keeps its own defaults. Without a
-    # record of its training, a model that does not sample counts as a base model.
-    elif (samples := model.generation_config.do_sample) is False or samples is None and data_kind == "conversations":
-        # Servers respect the temperature of a request only if sampling is on.
-        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
 
 
 def _last_evaluation(trainer: "RunTrainer") -> dict[str, float]:

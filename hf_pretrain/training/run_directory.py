@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ..checkpoints.directory import abandon_later_checkpoints, newest_checkpoint, verify_checkpoint
 from ..checkpoints.optimizer_state import is_whole
-from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, REPORT_NAME, read_launches
+from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, REPORT_NAME, read_record
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.secret_words import hide_secrets
@@ -142,11 +142,11 @@ class RunDirectory:
             | {name: version(name) for name in _PACKAGES if find_spec(name)},
             "commit": _commit(),
         }
-        self._write([*read_launches(self.path), entry])
+        self._write([*read_record(self.path), entry])
 
     def record(self, **fields: Any) -> None:
         """Add fields to the entry of the current launch. A trainer without a recipe has none."""
-        if launches := read_launches(self.path):
+        if launches := read_record(self.path):
             self._write([*launches[:-1], launches[-1] | fields])
 
     def _write(self, launches: list[dict[str, Any]]) -> None:

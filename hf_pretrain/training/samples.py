@@ -7,20 +7,25 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import TrainerCallback
 
 from ..data.unigram import tokens_and_starts
 from ..tokenizer.control_tokens import encode_prompt
+from ..weights.adapters import base_model_of
 from ..weights.foreign_configs import DEFAULT_SAMPLING
 from .callbacks import print_step
 from .run_directory import RunDirectory
+
+
+if TYPE_CHECKING:
+    from .base_trainer import RunTrainer
 
 
 # Answers that an evaluation of a chat model measures, and their tokens.
@@ -232,3 +237,22 @@ class AddedFigures(TrainerCallback):
             if self.prints and state.is_world_process_zero:
                 pairs = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
                 print_step(state, ", ".join(pairs))
+
+
+def set_generation_defaults(trainer: "RunTrainer") -> None:
+    """
+    Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
+    `inference.terminal_chat` recognises base models by it.
+    """
+    model, data_kind = base_model_of(trainer.model), trainer.run.facts.data_kind
+    if not model.can_generate():
+        return
+    if data_kind == "text":
+        # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.do_sample = False
+    # Every other training turns a base model into a chat model, and a chat model keeps its own defaults. Without a
+    # record of its training, a model that does not sample counts as a base model.
+    elif (samples := model.generation_config.do_sample) is False or samples is None and data_kind == "conversations":
+        # Servers respect the temperature of a request only if sampling is on.
+        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)

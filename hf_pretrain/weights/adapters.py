@@ -31,6 +31,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..runtime.names import is_path, may_be_checkpoint
+from ..runtime.package_models import find_gguf
 from ..runtime.writing import MANIFEST_NAME
 from .layouts import is_rotated, to_half_split, to_interleaved
 from .weight_files import read_json, read_tensors
@@ -252,8 +253,10 @@ def read_adapter(path: str | Path, model: PreTrainedModel) -> dict[str, torch.Te
     file = next((file for name in WEIGHT_FILES if (file := directory / name).is_file()), directory / WEIGHT_FILES[0])
     weights, is_stock = read_tensors(file), not isinstance(model, MiniMindForCausalLM)
     is_half_split = is_stock or model.half_split_adapters
-    # Earlier versions of this package, which set no mark, left the rows as they train.
-    if is_half_split and any((directory / name).is_file() for name in (MANIFEST_NAME, "run.json")):
+    # Earlier versions of this package, which set no mark, left the rows as they train. Only this package has adapters
+    # of GGUF files.
+    is_ours = any((directory / name).is_file() for name in (MANIFEST_NAME, "run.json"))
+    if is_half_split and (is_ours or find_gguf(str(adapter_base(str(directory)))) is not None):
         with safe_open(file, "pt") as opened:
             is_half_split = MARK in (opened.metadata() or {})
     return weights if is_half_split == is_stock else reorder_rows(weights, model, half_split=is_stock)

@@ -490,6 +490,7 @@ def record(run: Path, command: str, **fields) -> Path:
         ("LD_PRELOAD=/tmp/x.so OMP_NUM_THREADS=1 /usr/bin/python3.12", "--nproc 1"),
         ("python /b/torchrun --nproc_per_node=4 --master_port 29501", "--nproc 4"),
         ("/elsewhere/torchrun --standalone --nproc-per-node 2", "--nproc 2"),
+        ("C:/b/python.exe C:/b/torchrun --nproc_per_node=2", "--nproc 2"),
         ("torchrun --signals-to-handle SIGTERM,SIGINT --nproc_per_node 2", "--nproc 2"),
         ("deepspeed --quiet --include localhost:0,1,2 --master_port 1", "--nproc 3 --launcher deepspeed"),
         ("deepspeed", "--nproc 1 --launcher deepspeed"),
@@ -534,6 +535,8 @@ PROGRAM = "import pathlib; pathlib.Path('ran').touch()"
         (f"python {ROOT}/recipes/grpo.py --tools out.a.mine:run", "code or tasks of your own"),
         (f"python {RECIPE} --eval_tasks_path out/a", "code or tasks of your own"),
         (f"python {ROOT}/recipes/grpo.py --config out/a/mine.yaml", "code or tasks of your own"),
+        (f"python {ROOT}/recipes/grpo.py --rewards out/a --trust_remote_code true", "code or tasks of your own"),
+        (f"python {ROOT}/recipes/grpo.py --reward_model_path out/a", "code or tasks of your own"),
     ],
 )
 def test_a_record_starts_no_program_and_no_code_of_its_own(tmp_path, monkeypatch, command, message):

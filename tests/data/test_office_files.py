@@ -209,6 +209,19 @@ def test_a_stray_cell_costs_no_memory(tmp_path):
     assert peak < 20e6
 
 
+def test_a_stray_cell_beside_many_rows_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(office_files, "MAX_CELLS", 10_000)
+    path, book = tmp_path / "a.xlsx", pytest.importorskip("openpyxl").Workbook()
+    for row in range(200):
+        book.active.append([f"text {row}", "more"])
+    book.save(path)
+    assert len(list(read_file(path, text_column="text 0"))) == 199
+    book.active.cell(1, 100, "stray")
+    book.save(path)
+    with pytest.raises(ValueError, match="a value in column 100 of a sheet"):
+        list(read_file(path, text_column="text 0"))
+
+
 @pytest.mark.parametrize("ending", ["pdf", "docx"])
 def test_a_file_that_inflates_is_refused(tmp_path, monkeypatch, ending):
     pytest.importorskip("mammoth")

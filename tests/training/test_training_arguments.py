@@ -38,6 +38,23 @@ def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
             parse(tmp_path, config=wrong)
     mixed = parse(tmp_path, *own, config={"mixed_in": ["a.jsonl", 0.25]})[1]
     assert (mixed.dataset_name, mixed.dataset_weights) == (["mine.jsonl", "a.jsonl"], [0.75, 0.25])
+    # The user's names of columns fit the user's files alone.
+    named = {"mixed_in": ["a.jsonl", 0.25], "eval_dataset_name": "b.jsonl"}
+    data = parse(tmp_path, *own, "--columns", "text=body", config=named)[1]
+    assert (data.dataset_name, data.dataset_weights, data.eval_dataset_name) == (["mine.jsonl"], None, None)
+
+
+def test_the_keys_of_a_file_win_over_the_example_of_its_parent(tmp_path):
+    example = {"dataset_name": "a.jsonl", "train_fraction": 0.6, "max_length": 64}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"example": example}))
+    for own, expected in (
+        ({}, (["a.jsonl"], 0.6)),
+        ({"train_fraction": 0.9}, (["a.jsonl"], 0.9)),
+        ({"dataset_name": "b.jsonl"}, (["b.jsonl"], 1.0)),
+        ({"example": {"train_fraction": 0.3}}, (["a.jsonl"], 0.3)),
+    ):
+        data = parse(tmp_path, config={"extends": "base.yaml"} | own)[1]
+        assert (data.dataset_name, data.train_fraction) == expected, own
 
 
 def test_data_in_a_file_lie_beside_it_or_in_the_working_directory(tmp_path, monkeypatch):

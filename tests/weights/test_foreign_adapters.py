@@ -331,6 +331,9 @@ def test_an_adapter_of_a_gguf_file_fits_the_model_in_transformers(bases, tmp_pat
     write_model(str(tmp_path / "adapter"), adapted, None, None, is_writer=True)
     assert_same(logits_of(in_peft(bases / "llama", tmp_path / "adapter")), logits_of(adapted))
     assert_same(logits_of(load_merged(str(tmp_path / "adapter"))[0]), logits_of(adapted))
+    # Earlier versions of this package alone wrote adapters of GGUF files without a mark, and published no `run.json`.
+    PeftModel.save_pretrained(adapted, tmp_path / "old", save_embedding_layers=False)
+    assert_same(logits_of(load_merged(str(tmp_path / "old"))[0]), logits_of(adapted))
 
 
 def test_the_lora_of_minimind_files_is_not_trained_on_unconverted_weights(bases, tmp_path):
