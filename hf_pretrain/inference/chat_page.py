@@ -272,31 +272,40 @@ def _answering(endpoint: Endpoint, tools: tuple[list[Message] | None, Functions]
     schemas, functions = tools
 
     async def answer(request: gr.Request, history: History, *settings: Any) -> AsyncGenerator[tuple[Any, Any]]:
-        if not history or history[-1]["num_stops"] != _stops[request.session_hash]:
+        session = request.session_hash
+        num_stops = history[-1].get("num_stops") if history else None
+        if num_stops != _stops[session]:
             # NOTE: gradio does not cancel a handler that has not begun, and on a busy machine it begins late.
             return
-        _growing[request.session_hash] += 1
+        _growing[session] += 1
         t = _language_of(request, language)
         try:
             now = history[:-1]
             for _ in range(MAX_TOOL_ROUNDS):
                 async with aclosing(stream_answer(endpoint, past := now, schemas, *settings)) as messages:
                     async for message in messages:
+                        if num_stops != _stops[session]:
+                            return
                         yield show(now := [*past, message], t), now
                 answered, now = now, await _run_tools(now, functions)
                 if now == answered:
                     break
         finally:
-            _growing[request.session_hash] -= 1
+            _growing[session] -= 1
 
     return answer
 
 
 async def _wait_for_end(request: gr.Request) -> None:
-    """Wait until the cancelled answers have ended. NOTE: gradio cancels them while the next handler begins."""
+    """
+    Wait until the cancelled answers have ended. NOTE: gradio cancels them while the next handler begins. The page does
+    not wait longer than two seconds for an answer that gradio has not ended.
+    """
     _stops[request.session_hash] += 1
-    while _growing[request.session_hash]:
-        await asyncio.sleep(0.02)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2):
+            while _growing[request.session_hash]:
+                await asyncio.sleep(0.02)
 
 
 def _end(request: gr.Request, language: str | None, *histories: History) -> list[Any]:

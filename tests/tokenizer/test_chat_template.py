@@ -156,6 +156,7 @@ DATES = {
     """{%- set today = strftime_now("%d %B %Y") -%}Today Date: {{ today }}""": "Today Date: 03 February 2001",
     """{{- "Current date: " + strftime_now('%Y-%m-%d') + "\n\n" }}.""": "Current date: 2001-02-03\n\n.",
     """{% if strftime_now is defined %}{{ strftime_now( "%H:%M" )|lower }}{% endif %}""": "04:05",
+    """{{ strftime_now('say \"%d\"') }}.""": 'say "03".',
     "No date.": "No date.",
 }
 
