@@ -174,8 +174,8 @@ def _make_field(flag: str, label: str, flags: dict[str, Any], info: str | None) 
     if action is None:
         # Its stages need an extra that is not installed.
         return gr.Textbox(visible=False)
-    # The page reads Markdown.
-    info = (info or (action.help or "").replace("%%", "%")).replace("*", r"\*")
+    # gradio takes two asterisks for emphasis, and knows no way to escape them. This letter looks alike.
+    info = (info or (action.help or "").replace("%%", "%")).replace("*", "∗")
     about: dict[str, Any] = {"label": label, "info": f"{info} `--{flag}`", "elem_id": f"flag-{flag}", "min_width": 280}
     if _words(action) or flag.endswith(_NAMES):
         # Its first choice is the default.

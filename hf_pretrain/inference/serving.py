@@ -86,7 +86,8 @@ def serve_model(
     if is_quiet():
         # NOTE: transformers' server makes uvicorn log each start and request.
         std_logging.disable(std_logging.INFO)
-    GenerateManager.generate_streaming, GenerateManager.generate_non_streaming = _stream, _answer
+    GenerateManager.generate_streaming = _stream
+    GenerateManager.generate_non_streaming = _answer
     # NOTE: the server looks up the class that config.json names in its own reference to the module `transformers`.
     # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
     load: Callable[..., Any] = load_native_checkpoint

@@ -65,9 +65,9 @@ def find_unused_gpu() -> str | None:
 
 def _runs_on(name: str, capability: tuple[int, int]) -> bool:
     """
-    Return whether code for `name`, such as `sm_86` or `compute_120`, runs on a GPU: binary code on its own and newer
-    minor versions of its major version, PTX on all newer ones, code with the suffix `a` on no other, and with `f` in
-    the family.
+    Return whether code for `name`, such as `sm_86` or `compute_120`, runs on a GPU. Binary code runs on its own and on
+    newer minor versions of its major version, and PTX (`compute`) on all newer GPUs. Code with the suffix `a` runs on
+    its own version alone, and code with `f` within its major version.
     """
     kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()
     built = int(major), int(minor)

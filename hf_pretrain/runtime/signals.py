@@ -192,8 +192,8 @@ def watch_launcher(name: str) -> None:
 
 def _adopts_orphans(pid: int) -> bool:
     """
-    Whether a parent has adopted this process, because its launcher died before the watch began: the first process of
-    the system, or systemd. In a container, the launcher itself, which is a Python program, can be the first process.
+    Return whether a parent has adopted this process because its launcher died before the watch began: the first process
+    of the system, or systemd. In a container, the launcher itself, a Python program, can be the first process.
     """
     try:
         parent = psutil.Process(pid)
