@@ -192,7 +192,7 @@ def watch_launcher(name: str) -> None:
 
 def _adopts_orphans(pid: int) -> bool:
     """
-    Return whether a parent has adopted this process because its launcher died before the watch began: the first process
+    Return whether a parent has adopted this process because its launcher died before the watch: the first process
     of the system, or systemd. In a container, the launcher itself, a Python program, can be the first process.
     """
     try:
