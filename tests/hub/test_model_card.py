@@ -69,6 +69,7 @@ def test_the_cards_of_derived_models_name_the_published_model_and_its_licence(bu
     # A conversion has no record, but a card.
     (tmp_path / "merged").mkdir()
     convert("out/taught", "minimind").save("merged/README.md")
+    (tmp_path / "merged/model.gguf").touch()
     assert (convert("merged").data.base_model, convert("merged/model.gguf").data.license) == smollm2
     assert convert("merged", license="mit").data.license == "mit"
     # peft's cards name the base model as it was loaded.
