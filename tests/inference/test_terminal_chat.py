@@ -9,7 +9,9 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -235,6 +237,9 @@ def test_ctrl_c_clears_what_is_typed_and_ends_the_chat_in_an_empty_line(chat, mo
         seen = b""
         while not re.search(expected, seen, re.DOTALL):
             seen += os.read(terminal, 1000)
+        # Python's `input` does not see a signal that comes just before it waits.
+        while psutil.Process(child).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
         os.write(terminal, typed)
 
     # The terminal drops what nobody has read when it sends the signal, so wait for its echo.

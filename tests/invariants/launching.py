@@ -77,11 +77,13 @@ def start(
     imported the libraries (`tests/warm.py`), unless `fresh`: tests of a launcher or of imports need the real command.
     """
     whole = cpu_environment(**environment)
-    ranks = [] if fresh else _ranks(command, whole)
-    if ranks and (parent := find_parent(whole)) is not None:
+    ranks = _ranks(command, whole)
+    if ranks and not fresh and (parent := find_parent(whole)) is not None:
         words, environments = zip(*ranks, strict=True)
         result = parent.run(words, environments, cwd=cwd, timeout=timeout)
         return subprocess.CompletedProcess(command, result.returncode, result.stdout)
+    if ranks and Path(command[0]).name == "deepspeed":
+        environment.setdefault("LOCAL_SIZE", str(len(ranks)))
     return subprocess.run(command, timeout=timeout, **process_options(**environment) | {"cwd": cwd})
 
 

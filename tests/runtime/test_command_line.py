@@ -236,7 +236,8 @@ def test_a_server_that_is_no_hub_is_one_line(answer, message, monkeypatch, tmp_p
                 connection, _ = server.accept()
                 connection.recv(65536)
                 if answer:
-                    connection.sendall(f"HTTP/1.1 {answer}\r\nLocation: /\r\nContent-Length: 0\r\n\r\n".encode())
+                    headers = "Location: /\r\nContent-Length: 0\r\nConnection: close\r\n"
+                    connection.sendall(f"HTTP/1.1 {answer}\r\n{headers}\r\n".encode())
                 connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as server:
