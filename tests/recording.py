@@ -4,8 +4,9 @@ Record what a matrix of toy runs produces, and compare it after a change that ma
     python -m tests.recording write before.json
     python -m tests.recording compare before.json
 
-It records the losses, a digest of every tensor of every checkpoint, the report, the plan, the card, and the answers of
-the models, greedy and sampled. Two records of one machine and one version of the libraries are equal, bit for bit.
+It records the losses, a digest of every tensor of every checkpoint, the output, the report, the plan, the card,
+exports in each format, and the answers of `generate`, `chat` and `serve`. Two records of one machine and one version
+of the libraries are equal, bit for bit.
 """
 
 import difflib
@@ -13,19 +14,23 @@ import hashlib
 import json
 import random
 import re
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.faults.driving import CLOCKS
-from tests.invariants.launching import ROOT, launcher_command, start
+from tests.invariants.launching import ROOT, free_port, launcher_command, process_options, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
@@ -63,10 +68,15 @@ RUNS: dict[str, tuple[str, str, str]] = {
 # Runs that go on from the first checkpoint of another run, in one process or two.
 RESUMED = {"pretrain-muon": "torchrun", "pretrain-zero2": "python", "sft-lora": "python", "dpo": "torchrun"}
 ANSWERING = ("dense", "llama", "sft", "sft-lora", "sft-published", "dpo")
+SERVED = {"sft": "llama.cpp", "sft-lora": "llama.cpp", "llama": "transformers", "moe": "transformers"}
+EXPORTS = [("sft", "llama float32"), ("sft", "upstream"), ("sft", "gguf q8_0"), ("sft-lora", "minimind float32")]
+EXPORTS += [("sft-lora", "lora"), ("sft-published", "minimind"), ("sft-published", "gguf float32")]
+EXPORTS += [("pretrain-moe", "minimind bfloat16"), ("moe", "upstream"), ("llama", "minimind"), ("dense", "gguf q4_0")]
 # What differs from run to run: times, speeds and memory.
 _VARYING = (
     r"\d[\d.,:]* ?(?:s|min|minutes?|seconds?|hours?|tokens/s|[KMG]i?B)\b|\d{4}-\d\d-\d\d[T ][\d:.]+|\d+:\d\d:\d\d"
 )
+_MARKUP = re.compile(r"<(svg|style|script).*?</\1>|<[^>]*>", re.DOTALL)
 _CLOCKS = {*CLOCKS, "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 
 
@@ -106,6 +116,12 @@ def record(path: Path, names: Iterable[str]) -> dict[str, Any]:
     for name in ANSWERING:
         if (path / name).is_dir():
             found[f"{name}-answers"] = _answers(path, name)
+    for name, engine in SERVED.items():
+        if (path / name).is_dir():
+            found[f"{name}-served"] = _serve(path, name, engine)
+    for name, export in EXPORTS:
+        if (path / name).is_dir():
+            found[f"{name}-{export}"] = _export(path, name, *export.split())
     return found
 
 
@@ -119,10 +135,15 @@ def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict
             str(file.relative_to(path)): _digests(file) for file in sorted((path / name).rglob("*.safetensors"))
         },
         "output": output,
-        "card": _constant((path / name / "README.md").read_text(), path)
-        if (path / name / "README.md").is_file()
-        else "",
+        "page": _constant(
+            re.sub(r"<(svg|style|script).*?</\1>|<[^>]*>", "", _text(path / name / "report.html")), path
+        ),
+        "card": _constant(_text(path / name / "README.md"), path),
     }
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def _call(path: Path, launcher: str, stage: str, flags: str) -> str:
@@ -134,7 +155,7 @@ def _call(path: Path, launcher: str, stage: str, flags: str) -> str:
 
 
 def _constant(text: str, path: Path) -> str:
-    return re.sub(_VARYING, "#", text.replace(str(path), "WORKSPACE"))
+    return re.sub(_VARYING, "#", text.replace(str(path), "WORKSPACE").replace(str(ROOT), "ROOT"))
 
 
 def _digests(file: Path) -> dict[str, str]:
@@ -159,6 +180,57 @@ def _answers(path: Path, name: str) -> dict[str, str]:
         found[temperature] = (path / file).read_text(encoding="utf-8")
     chat = f"--model_name_or_path {name} --prompt river --temperature 0 --max_new_tokens 12 --use_cpu"
     return found | {"chat": _call(path, "python", "chat", chat)}
+
+
+def _serve(path: Path, name: str, engine: str) -> dict[str, Any]:
+    """Return the answers of a server to OpenAI's requests, whole and streamed."""
+    port = free_port()
+    words = ["--model_name_or_path", name, "--port", str(port), "--engine", engine, "--use_cpu"]
+    options = process_options(HF_HOME=str(path / "cache")) | {"cwd": path, "stdout": subprocess.DEVNULL}
+    url, found = f"http://127.0.0.1:{port}", {}
+    limits = {"model": name, "temperature": 0, "max_tokens": 12}
+    bodies = {
+        "chat/completions": {"messages": [{"role": "user", "content": "river stone?"}]},
+        "completions": {"prompt": "green light"},
+    }
+    process = subprocess.Popen([sys.executable, str(ROOT / "recipes/serve.py"), *words], **options)
+    try:
+        while process.poll() is None:
+            with suppress(OSError):
+                found["health"] = requests.get(f"{url}/health", timeout=60).json()
+                break
+            time.sleep(0.2)
+        for route, body in bodies.items():
+            answer = requests.post(f"{url}/v1/{route}", json=body | limits, timeout=300).json()
+            found[route] = {key: value for key, value in answer.items() if key in ("choices", "usage", "error")}
+            stream = requests.post(f"{url}/v1/{route}", json=body | limits | {"stream": True}, timeout=300).text
+            found[f"{route} streamed"] = re.sub(r'"(id|created|request_id)":\s*("[^"]*"|\d+)', "", stream).splitlines()
+        return found
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _export(path: Path, name: str, layout: str, dtype: str = "") -> dict[str, Any]:
+    """Convert a model, and return the output, the digests of the files and the texts among them."""
+    target = path / "exports" / f"{name}-{layout}-{dtype}"
+    flags = f"--from {name} --to {target} --format {layout}" + (f" --dtype {dtype}" if dtype else "")
+    output = _call(path, "python", "convert", flags)
+    files = sorted(file for file in target.rglob("*") if file.is_file())
+    digests = {
+        str(file.relative_to(target)): _digests(file) if file.suffix == ".safetensors" else _digest(file, path)
+        for file in files
+    }
+    return {"output": output, "files": digests}
+
+
+def _digest(file: Path, path: Path) -> str:
+    """Return a text as it is, a digest of the tensors of a `.pth` file, and a digest of any other file."""
+    if file.suffix == ".pth":
+        return str({name: hashlib.sha256(_bytes(value)).hexdigest()[:16] for name, value in torch.load(file).items()})
+    if file.suffix in (".md", ".json", ".jinja", "") and file.stat().st_size < 20_000:
+        return _constant(_text(file), path)
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def main() -> None:
