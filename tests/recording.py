@@ -70,7 +70,7 @@ RESUMED = {"pretrain-muon": "torchrun", "pretrain-zero2": "python", "sft-lora": 
 ANSWERING = ("dense", "llama", "sft", "sft-lora", "sft-published", "dpo")
 SERVED = {"sft": "llama.cpp", "sft-lora": "llama.cpp", "llama": "transformers", "moe": "transformers"}
 EXPORTS = [("sft", "llama float32"), ("sft", "upstream"), ("sft", "gguf q8_0"), ("sft-lora", "minimind float32")]
-EXPORTS += [("sft-lora", "lora"), ("sft-published", "minimind"), ("sft-published", "gguf float32")]
+EXPORTS += [("sft-published", "minimind"), ("sft-published", "gguf float32")]
 EXPORTS += [("pretrain-moe", "minimind bfloat16"), ("moe", "upstream"), ("llama", "minimind"), ("dense", "gguf q4_0")]
 # What differs from run to run: times, speeds and memory.
 _VARYING = (
