@@ -65,8 +65,13 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "grpo": ("grpo", "python", f"{TASKS} --model_name_or_path dense --per_device_train_batch_size 4"),
     "distill": ("distill", "python", f"{CHATS} --teacher_name_or_path moe"),
 }
-# Runs that go on from the first checkpoint of another run, in one process or two.
-RESUMED = {"pretrain-muon": "torchrun", "pretrain-zero2": "python", "sft-lora": "python", "dpo": "torchrun"}
+# Runs that go on from the first checkpoint of another run: their launcher, and their rows per step and process.
+RESUMED = {
+    "pretrain-muon": ("torchrun", 4),
+    "pretrain-zero2": ("python", 16),
+    "sft-lora": ("python", 8),
+    "dpo": ("torchrun", 4),
+}
 ANSWERING = ("dense", "llama", "sft", "sft-lora", "sft-published", "dpo")
 SERVED = {"sft": "llama.cpp", "sft-lora": "llama.cpp", "llama": "transformers", "moe": "transformers"}
 EXPORTS = [("sft", "llama float32"), ("sft", "upstream"), ("sft", "gguf q8_0"), ("sft-lora", "minimind float32")]
@@ -110,9 +115,10 @@ def record(path: Path, names: Iterable[str]) -> dict[str, Any]:
         found[name] = _train(path, name, stage, launcher, flags)
         found[name]["plan"] = _call(path, launcher, stage, f"{flags} {COMMON} --dry_run --output_dir {name}-plan")
         if name in RESUMED:
+            other, size = RESUMED[name]
             resumed = f"{flags.split(ZERO)[0]} --resume_from_checkpoint {name}/checkpoint-2"
-            batch = " --per_device_train_batch_size 4" if RESUMED[name] == "torchrun" else ""
-            found[f"{name}-resumed"] = _train(path, f"{name}-resumed", stage, RESUMED[name], resumed + batch)
+            resumed += f" --per_device_train_batch_size {size}"
+            found[f"{name}-resumed"] = _train(path, f"{name}-resumed", stage, other, resumed)
     for name in ANSWERING:
         if (path / name).is_dir():
             found[f"{name}-answers"] = _answers(path, name)
