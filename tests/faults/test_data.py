@@ -56,10 +56,12 @@ def is_document(line: bytes) -> bool:
 # A line is blank only by the white space of ASCII.
 @example([b"\x1c"])
 @example([b"{", b"}"])
+@example([b"", b"[", b"{}"])
 def test_any_lines(content):
     # Other tests have JSON over several lines, and UTF-16.
     assume(not re.match(rb"(\0[^\0]){2}|([^\0]\0){2}", b"\n".join(content)))
-    assume(not content or first_line(1, content[0]).strip() not in (b"[", b"{") or content[1:] in ([], [b"}"]))
+    written = [line for number, line in enumerate(content, start=1) if first_line(number, line).strip()]
+    assume(not written or first_line(1, written[0]).strip() not in (b"[", b"{") or written[1:] in ([], [b"}"]))
     with TemporaryDirectory() as directory:
         path = Path(directory, "a.jsonl")
         path.write_bytes(b"\n".join(content))
