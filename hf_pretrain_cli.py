@@ -41,7 +41,7 @@ FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _
 RECIPES = FILES / "recipes"
 STAGES = tuple(runpy.run_path(str(_HERE / "hf_pretrain/runtime/stages.py"))["STAGES"])
 _hide_secrets = runpy.run_path(str(_HERE / "hf_pretrain/runtime/secret_words.py"))["hide_secrets"]
-_TEXTS = runpy.run_path(str(_HERE / "hf_pretrain/reports/texts.py"))
+_TEXTS = runpy.run_path(str(_HERE / "hf_pretrain/runtime/texts.py"))
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
 COMMANDS = (*STAGES, *TOOLS, "list", "completion")
 # Recipes that can run as several processes.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import machine
-from hf_pretrain.reports.metrics import HEADLINES
+from hf_pretrain.run_directory.metrics import HEADLINES
 
 
 EXPECTED_NAME = "expected.json"

@@ -12,9 +12,9 @@ whoever opens it can start commands on this machine.
 
 import argparse
 
-from hf_pretrain.reports.texts import LANGUAGES
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.texts import LANGUAGES
 
 
 # gradio is optional. If it is missing, one line tells the user how to install it.

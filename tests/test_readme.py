@@ -19,14 +19,13 @@ from deepspeed.launcher.runner import parse_args as parse_deepspeed_args
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import hf_pretrain_cli
-from hf_pretrain.hub.model_card import RunFacts
-from hf_pretrain.reports.metrics import HEADLINES
+from hf_pretrain.reports.end_report import format_report, next_commands
+from hf_pretrain.run_directory.facts import RunFacts
+from hf_pretrain.run_directory.metrics import HEADLINES
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.runtime.stages import STAGES
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.end_report import format_report
 from hf_pretrain.training.minimind_flags import translate_minimind
-from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, free_port, start
 from tests.toys import toy_model, write_jsonl
@@ -255,10 +254,11 @@ def test_the_code_prints_the_messages_of_the_troubleshooting_page():
     assert not missing, f"docs/troubleshooting.md quotes messages that no code prints: {missing}"
 
 
-def test_a_run_prints_the_documented_lines_of_the_report(tmp_path):
+def test_a_run_prints_the_documented_lines_of_the_report():
     metrics = {metric.key: 1.0 for metric in HEADLINES}
-    args = LMTrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.1)
-    report = format_report(args, RunFacts(unigram_loss=2.0), metrics, [("a", "b")])
+    facts = RunFacts(unigram_loss=2.0)
+    fields = {"optimizer": ("adamw", 0.1), "commands": next_commands("out/a", facts)}
+    report = format_report("out/a", facts, metrics, [("a", "b")], **fields)
     page = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
     table = page.split("| line | meaning |")[1].split("\n\n")[0]
     labels = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)

@@ -22,7 +22,7 @@ import psutil
 
 import hf_pretrain_cli
 
-from ..reports.run_files import OUTPUT_NAME, read_launches
+from ..run_directory.directory import OUTPUT_NAME, RunDirectory
 from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
@@ -174,7 +174,7 @@ def recorded_words(directory: Path) -> list[str]:
     Raises:
         `UserError`: if the run has no command, or if the board does not start its command.
     """
-    launch: dict[str, Any] = next(reversed(read_launches(directory)), {})
+    launch: dict[str, Any] = next(reversed(RunDirectory(directory).launches), {})
     text, directory_then = str(launch.get("command", "")), str(launch.get("directory"))
     # Variables stand before the command, as in a shell.
     words = list(dropwhile(lambda word: re.match(r"[A-Za-z_]\w*=", word), shlex.split(text)))

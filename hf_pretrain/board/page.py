@@ -15,8 +15,8 @@ from typing import Any
 import hf_pretrain_cli
 
 from ..model.presets import PRESETS
-from ..reports.texts import LANGUAGES, Translation, translation
 from ..runtime.errors import needing_extra
+from ..runtime.texts import LANGUAGES, Translation, translation
 from ..runtime.writing import find_holder, read_holder
 from ..weights.exporting import EXPORT_FORMATS
 from ..weights.gguf import GGUF_TYPES

@@ -10,15 +10,15 @@ import hf_pretrain_cli
 
 from ..data.formats import EXTENSIONS
 from ..reports.page import Line, draw_charts, environment
-from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
-from ..reports.texts import Translation
-from ..runtime.writing import LOCK_NAME, find_holder, find_reason
+from ..run_directory.directory import OUTPUT_NAME, RECORD_NAME, RunDirectory
+from ..run_directory.history import RunHistory
+from ..runtime.texts import Translation
+from ..runtime.writing import find_holder, find_reason
 from ..weights.weight_files import read_json
 from .launching import overwrite_lines
 
 
 OUT = Path("out")
-_FILES = (RECORD_NAME, LOG_NAME, OUTPUT_NAME, LOCK_NAME)
 _LOG_BYTES = 20_000
 # Inches of a chart whose text can be read on a phone.
 _SIZE = (4.2, 2.8)
@@ -49,25 +49,26 @@ def find_names(flag: str) -> list[str]:
 
 def stamp(directory: Path) -> tuple[int, ...]:
     """Return times of changes. As long as they stay the same, the run shows the same."""
-    paths = [directory / name for name in _FILES]
+    run = RunDirectory(directory)
+    paths = (run.record_file, run.log_file, run.output_file, run.lock_file)
     return tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in paths)
 
 
-def read(name: str) -> Run:
+def read(name: str) -> RunHistory:
     """Read a run, unless it has not changed since the last time."""
     return _read(OUT / name, stamp(OUT / name)[:2])
 
 
 @lru_cache(1024)
-def _read(directory: Path, times: tuple[int, ...]) -> Run:
-    return read_run(directory)
+def _read(directory: Path, times: tuple[int, ...]) -> RunHistory:
+    return RunDirectory(directory).read()
 
 
 def state_of(name: str) -> str:
     """Return what a run does: a key of the texts."""
-    launch = read(name).last_launch
-    if find_holder(OUT / name / LOCK_NAME) is not None:
-        return "running" if (OUT / name / LOG_NAME).is_file() else "starting"
+    directory, launch = RunDirectory(OUT / name), read(name).last_launch
+    if find_holder(directory.lock_file) is not None:
+        return "running" if directory.log_file.is_file() else "starting"
     return next(
         (state for key, state in (("ended", "finished"), ("stopped", "stopped")) if key in launch), "interrupted"
     )
@@ -83,7 +84,7 @@ def summarize(name: str, t: Translation) -> str:
     return " · ".join([name, t(state_of(name)), *(figures if run.log else [])])
 
 
-def _total(name: str, run: Run) -> int | None:
+def _total(name: str, run: RunHistory) -> int | None:
     """Return the number of steps of a whole run. The state at its end does not repeat it in each entry."""
     return run.last("step") if state_of(name) == "finished" else run.last("max_steps")
 
@@ -98,12 +99,12 @@ def show(name: str, t: Translation) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
+def _figures(name: str, run: RunHistory, t: Translation) -> Iterator[tuple[str, str]]:
     """Yield labels and texts of the newest figures."""
     state = state_of(name)
     why = run.last_launch.get("stopped") if state == "stopped" else None
     if state == "interrupted":
-        why = find_reason(OUT / name / LOCK_NAME)
+        why = find_reason(RunDirectory(OUT / name).lock_file)
     yield f"out/{name}", t(state) + (f": {why}" if why else "")
     if step := run.last("step"):
         yield t("Step"), f"{step:,} / {_total(name, run) or '?'}"
@@ -119,7 +120,7 @@ def _figures(name: str, run: Run, t: Translation) -> Iterator[tuple[str, str]]:
             yield t(label), form.format(value)
 
 
-def _expected(run: Run) -> list[Line]:
+def _expected(run: RunHistory) -> list[Line]:
     """Return the recorded loss of a run with the same arguments, if its preset has one (`benchmarks/expected.py`)."""
     config = Path(str(run.arguments.get("config") or ""))
     path = hf_pretrain_cli.RECIPES / config.parent.name / "expected.json"
@@ -132,7 +133,7 @@ def _expected(run: Run) -> list[Line]:
 
 def read_output(name: str) -> str:
     """Return the end of what a run has printed, or of its log if it was started in a terminal."""
-    path = OUT / name / OUTPUT_NAME
+    path = RunDirectory(OUT / name).output_file
     if not path.is_file():
         entries = read(name).log[-100:]
         keys = ("loss", "eval_loss", "reward", "tokens_per_second", "peak_memory_gib")

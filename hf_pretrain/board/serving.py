@@ -11,8 +11,8 @@ from huggingface_hub.constants import HF_HOME
 
 from ..inference.chat_page import HEAD, THEME
 from ..inference.guards import HostGuard, refuse
-from ..reports.texts import LANGUAGES, preferred_language
 from ..runtime.errors import needing_extra
+from ..runtime.texts import LANGUAGES, preferred_language
 from ..runtime.writing import written_whole
 from .launching import read_flags
 from .page import CSS, make_page

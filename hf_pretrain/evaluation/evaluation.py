@@ -15,7 +15,7 @@ from transformers.hf_argparser import HfArg
 from ..checkpoints.directory import find_newest_run
 from ..data.chat_arguments import ChatArguments
 from ..data.preparation import PreparedData, load_rows
-from ..reports.metrics import METRICS, named_figures
+from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole

@@ -6,7 +6,7 @@ each figure once, and leaves out figures that the run did not measure.
 """
 
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +17,17 @@ from transformers.trainer_pt_utils import get_model_param_count
 from yaml import YAMLError
 
 from ..model.configuration_minimind import MiniMindConfig
-from ..reports.metrics import METRICS, NATS, find_evaluations
-from ..reports.run_files import read_launches
+from ..run_directory.directory import RunDirectory
+from ..run_directory.facts import RunFacts
+from ..run_directory.metrics import METRICS, NATS, find_evaluations
 from ..runtime.modelscope import PREFIX
-from ..runtime.names import DatasetName, is_local, public_name, split_hub_name
-from ..runtime.package_models import PACKAGE_MODELS, package_model
+from ..runtime.names import is_local, public_name
+from ..runtime.package_models import PACKAGE_MODELS, hub_id
 from ..weights.adapters import is_adapted
 from ..weights.layouts import LAYOUTS
 
 
 TAGS = ["minimind", "hf_pretrain"]
-
-
-@dataclass
-class RunFacts:
-    """
-    Facts about a run that only its recipe knows.
-
-    Args:
-        method (`str`): the kind of training, such as `pretraining`.
-        recipe (`str`): the file in `recipes/`, without its ending.
-        datasets (`list[str]`): the dataset names on the command line.
-        data (`list[str]`): sentences with the counts of documents, tokens and packed sequences.
-        base_model (`str`, *optional*): the model that the run started from; a Hub id goes into the card's metadata.
-        unigram_loss (`float`, *optional*): the loss of a unigram model on the same validation set, in nats per token.
-        loss_unit (`str`): the unit of the loss.
-        data_kind (`str`): kind of the validation data, such as `text`. A card lists figures of each kind separately.
-        eval_datasets (`list[str]`): names of the validation data, if they are not a part of `datasets`.
-    """
-
-    method: str = "training"
-    recipe: str = "pretrain"
-    datasets: list[str] = field(default_factory=list)
-    data: list[str] = field(default_factory=list)
-    base_model: str | None = None
-    unigram_loss: float | None = None
-    loss_unit: str = NATS
-    data_kind: str = "text"
-    eval_datasets: list[str] = field(default_factory=list)
-
-    @property
-    def data_name(self) -> str:
-        """The names of the datasets, without the directories of this machine."""
-        return ", ".join(map(public_name, self.datasets)) or "unnamed"
-
-    @property
-    def hub_datasets(self) -> list[str]:
-        """The Hub ids among the datasets, for the card's metadata."""
-        names = [DatasetName.parse(name) for name in self.datasets if not is_local(name) and "://" not in name]
-        return [name.repo_id for name in names if not name.is_embedded]
-
-
-def hub_id(name: str | None) -> str | None:
-    """Return the Hub id of a model, without the file that its name may contain; `None` for a local path."""
-    if (packaged := package_model(name)) is not None:
-        return packaged.hub_id
-    return split_hub_name(name)[0] if name and not is_local(name) else None
 
 
 def _origin(name: str | None, license: str | None) -> dict[str, Any]:
@@ -93,7 +48,7 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
                     # peft writes paths of this machine into its cards.
                     base = hub_id(base) if isinstance(base, str) else base
                     return {"license": license or found.get("license"), "base_model": base}
-        launches = [launch for place in places for launch in read_launches(place) if "arguments" in launch]
+        launches = [launch for place in places for launch in RunDirectory(place).launches if "arguments" in launch]
         launch = ([{"arguments": {}}] + launches)[-1]
         base = launch["arguments"].get("model_name_or_path")
         name = str(Path(launch.get("directory", ""), base)) if base and is_local(base) else base

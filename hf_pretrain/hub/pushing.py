@@ -33,6 +33,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, logging
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from ..model.configuration_minimind import CODE_FILES
+from ..run_directory.directory import PUSH_PREFIX
 from ..runtime import modelscope
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
@@ -50,8 +51,6 @@ PUBLISHED = (
 )
 # The Hub's client would wait without limit for a Hub that accepts a commit and never answers.
 ANSWER_SECONDS = 600.0
-# The prefix of directories that hold a push in progress.
-_STAGING_PREFIX = ".hub-"
 
 
 def create_repository(repo_id: str, *, private: bool | None = None) -> str:
@@ -116,7 +115,7 @@ def push_folder(
     # Names, not patterns such as *.json: the directory of a run also holds rows of the training data.
     names = published_files(folder, also=also)
     try:
-        with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=folder) as staging:
+        with tempfile.TemporaryDirectory(prefix=PUSH_PREFIX, dir=folder) as staging:
             for name in names:
                 link_or_copy(Path(folder, name), Path(staging, name))
             return _upload(repo_id, staging, message=message, revision=revision)
@@ -139,12 +138,6 @@ def _upload(repo_id: str, folder: str | Path, *, message: str | None, revision: 
     api = HfApi()
     api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, **how)
     return f"{api.endpoint}/{repo_id}"
-
-
-def remove_staging(output_dir: str | Path) -> None:
-    """Delete the unfinished pushes of a killed run. None may be in progress in `output_dir`."""
-    for path in Path(output_dir).glob(f"{_STAGING_PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def describe_error(error: BaseException) -> str:
@@ -207,13 +200,18 @@ class HubPusher:
     _pushes: dict[Future, Path] = field(default_factory=dict)
     _errors: list[str] = field(default_factory=list)
 
+    def create_repository(self, name: str, *, private: bool | None) -> str:
+        """Create the repository of the run as [`create_repository`] does, and return its full id."""
+        self.repo_id = create_repository(name, private=private)
+        return self.repo_id
+
     def push_checkpoint(self, checkpoint: Path) -> None:
         """Push a complete checkpoint in the background. It replaces one that waits for the end of a push."""
         if self.strategy == HubStrategy.END:
             return
         self.write_card()
         # In the output directory, because hard links work only within one file system.
-        staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.output_dir))
+        staging = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.output_dir))
         for name in published_files(checkpoint):
             link_or_copy(checkpoint / name, staging / name)
         # Copy the card instead of linking it, because the next push rewrites it in place.

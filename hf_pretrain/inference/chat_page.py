@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
-from ..reports.texts import LANGUAGES, TEXTS, Translation, preferred_language, translation
 from ..runtime.errors import needing_extra
+from ..runtime.texts import LANGUAGES, TEXTS, Translation, preferred_language, translation
 from ..tokenizer.control_tokens import thinking_variables
 from .guards import HostGuard
 from .terminal_chat import last_turns

@@ -22,7 +22,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..reports.run_files import read_launches, trained_on_text
+from ..run_directory.directory import RunDirectory
+from ..run_directory.history import trained_on_text
 from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError
 from ..runtime.names import split_hub_name
@@ -353,7 +354,7 @@ def is_base_model(name_or_path: str, model: PreTrainedModel, tokenizer: PreTrain
     path = Path(split_hub_name(os.path.expanduser(name_or_path))[0])
     # The record of a run lies beside its checkpoints.
     run = path.parent if path.name.startswith(PREFIX_CHECKPOINT_DIR) else path
-    is_base = trained_on_text(read_launches(run))
+    is_base = trained_on_text(RunDirectory(run).launches)
     if is_base is None:
         return model.generation_config is not None and model.generation_config.do_sample is False
     return is_base

@@ -19,10 +19,11 @@ from markupsafe import Markup, escape
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from ..run_directory.directory import RunDirectory
+from ..run_directory.history import RunHistory
+from ..run_directory.metrics import METRICS, Metric, named_figures
+from ..runtime.texts import LANGUAGES, Translation, translation
 from ..runtime.writing import written_whole
-from .metrics import METRICS, Metric, named_figures
-from .run_files import Run
-from .texts import LANGUAGES, Translation, translation
 
 
 # Each run has the same colour on all charts.
@@ -54,13 +55,18 @@ environment = Environment(loader=PackageLoader("hf_pretrain", ""), autoescape=Tr
 
 
 def write_page(
-    runs: list[Run], path: Path, *, title: str | None = None, notes: Sequence[str] = (), language: str | None = None
+    runs: list[RunHistory],
+    path: Path,
+    *,
+    title: str | None = None,
+    notes: Sequence[str] = (),
+    language: str | None = None,
 ) -> None:
     """
     Write the page of runs.
 
     Args:
-        runs (`list` of [`Run`]): one run, or several to compare.
+        runs (`list` of [`RunHistory`]): one run, or several to compare.
         path (`Path`): the file to write.
         title (`str`, *optional*): its heading; by default the names of the runs.
         notes (`Sequence[str]`): sentences below the heading.
@@ -87,6 +93,11 @@ def write_page(
         (scratch / path.name).write_text(text, encoding="utf-8", errors="replace")
 
 
+def write_run_page(directory: RunDirectory, log: list[dict[str, Any]]) -> None:
+    """Write `report.html` of a run that ends, whose files may lack figures of its log."""
+    write_page([RunHistory(directory.path.resolve().name, directory.launches, log)], directory.report_file)
+
+
 def _in_both(text: str, *, tag: str = "span", **fields: object) -> Markup:
     """Return a text in both languages, as HTML. The style of the page shows one of them."""
     texts = {language: translation(language)(text, **fields) for language in LANGUAGES}
@@ -94,7 +105,7 @@ def _in_both(text: str, *, tag: str = "span", **fields: object) -> Markup:
     return Markup().join(parts) if len({*texts.values()}) > 1 else escape(texts["en"])
 
 
-def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
+def find_differences(runs: list[RunHistory]) -> dict[str, list[Any]]:
     """Return the arguments, launches and versions that differ between runs, with the value of each run."""
     settings = []
     for run in runs:
@@ -106,7 +117,7 @@ def find_differences(runs: list[Run]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def _headlines(run: Run, t: Translation) -> list[tuple[str, str]]:
+def _headlines(run: RunHistory, t: Translation) -> list[tuple[str, str]]:
     """Return the final figures of a run as pairs of label and text."""
     figures = []
     named = named_figures(itertools.chain.from_iterable(run.log))
@@ -126,13 +137,13 @@ def _headlines(run: Run, t: Translation) -> list[tuple[str, str]]:
 
 
 def draw_charts(
-    runs: list[Run], *, expected: Sequence[Line] = (), size: tuple[float, float] = SIZE, t: Translation = str
+    runs: list[RunHistory], *, expected: Sequence[Line] = (), size: tuple[float, float] = SIZE, t: Translation = str
 ) -> Iterator[tuple[str, str]]:
     """
     Yield title and SVG of each chart for which a run has figures.
 
     Args:
-        runs (`list` of [`Run`]): the runs.
+        runs (`list` of [`RunHistory`]): the runs.
         expected (`Sequence`): more lines for the loss over tokens.
         size (`tuple`): width and height of a chart in inches, which decide how large its text is.
         t (`Callable`): translates the labels, into HTML.
@@ -161,7 +172,7 @@ def draw_charts(
 
 
 def _lines(
-    runs: list[Run], key: str, *, over: str = "tokens", label: str = "", style: dict[str, Any] | None = None
+    runs: list[RunHistory], key: str, *, over: str = "tokens", label: str = "", style: dict[str, Any] | None = None
 ) -> list[Line]:
     """Return a line for each run that has logged a figure."""
     lines: list[Line] = []

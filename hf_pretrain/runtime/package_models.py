@@ -16,7 +16,7 @@ from huggingface_hub.constants import HF_HOME
 
 from .command_line import announce
 from .errors import UserError
-from .names import split_hub_name
+from .names import is_local, split_hub_name
 from .writing import locked, written_whole
 
 
@@ -135,3 +135,10 @@ def find_gguf(name: str | Path) -> Path | None:
     if path.is_file() or file is None:
         return path
     return Path(hf_hub_download(repo_id, file))
+
+
+def hub_id(name: str | None) -> str | None:
+    """Return the Hub id of a model, without the file that its name may contain; `None` for a local path."""
+    if (packaged := package_model(name)) is not None:
+        return packaged.hub_id
+    return split_hub_name(name)[0] if name and not is_local(name) else None

@@ -26,7 +26,8 @@ from ..data.sources import EMBEDDED_SOURCES, find_sources
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
-from ..reports.run_files import Run, read_launches
+from ..run_directory.directory import RunDirectory
+from ..run_directory.history import RunHistory
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import written_whole
@@ -178,7 +179,7 @@ class Budget:
     def train(self, stage: str, *flags: str) -> Path:
         """Run a stage to its end, in the time that is left if it has no plan yet, and return its directory."""
         directory = self.path.parent / stage
-        if not any("ended" in launch for launch in read_launches(directory)):
+        if not any("ended" in launch for launch in RunDirectory(directory).launches):
             if stage not in self.plan["flags"]:
                 self.plan_stage(stage, list(flags))
             short = ["--eval_on_start", "false"] if self.plan["seconds"] <= SHORT_SECONDS else []
@@ -186,7 +187,7 @@ class Budget:
             self.run(*words, "--eval_steps", "0.5", "--save_steps", "0.25", "--resume_from_checkpoint", "auto")
         return directory
 
-    def describe(self, runs: list[Run]) -> list[str]:
+    def describe(self, runs: list[RunHistory]) -> list[str]:
         """Return sentences for the page: the time, and what a longer budget would have bought."""
         used, planned = self.plan["used_seconds"], self.plan["seconds"]
         notes = [f"The preset {self.plan['preset']} took {used:,.0f} of {planned:,.0f} seconds, starts included."]

@@ -6,11 +6,11 @@ argument; the comment at each says why.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.constants import REPOCARD_NAME
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -19,26 +19,25 @@ from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.whole_weights import gather_weights
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.row_source import RowSource
-from ..hub.model_card import format_run_card
-from ..hub.pushing import HubPusher, create_repository
 from ..model.decoder_layer import MiniMindDecoderLayer
 from ..model.loss import MiniMindLMHead
 from ..runtime.command_line import announce
 from ..runtime.devices import compile_modules
 from ..runtime.errors import UserError
+from ..runtime.named import load_named
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .callbacks import RunFigures, SaveBest
 from .deepspeed_support import gather_from_deepspeed, refusing_mismatches
-from .end_report import describe_training
 from .float8 import convert_to_float8
 from .launch import check_accumulation
 from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
+from .reporting import write_model_card
 from .resume_check import check_resume, describe_run, digest_fixed_weights, restore_best
+from .resuming import checkpoint_to_resume
 from .run import Run, check_callbacks
-from .run_directory import checkpoint_to_resume
 from .settling import showing
 from .spikes import Rewound
 from .step_loss import FiniteCheck
@@ -91,14 +90,6 @@ class RunTrainer(Trainer):
     def _connect_parts(self) -> None:
         args, run = self.args, self.run
         self.writer = CheckpointWriter(args, lambda: checkpoint_bytes(self.model, args))
-        self.pusher = HubPusher(
-            Path(args.output_dir),
-            strategy=args.hub_strategy,
-            revision=args.hub_revision,
-            pushes_always=args.hub_always_push,
-            write_card=self.create_model_card,
-            gives_up=lambda: run.signals.is_impatient,
-        )
         if run.pushes:
             self._create_repository()
         # DeepSpeed's norm is on the host already, and a spike must be known before its update or checkpoint.
@@ -180,7 +171,7 @@ class RunTrainer(Trainer):
         watch_launcher(launcher())
         with self.run.signals.listening():
             self._describe_run(resume_from_checkpoint)
-            with self.run.directory.locked():
+            with self.run.directory.locked(self.args):
                 while True:
                     # The run that wrote a checkpoint has evaluated before its first step.
                     evaluates = self.args.eval_on_start and self._checkpoint is None
@@ -362,28 +353,28 @@ class RunTrainer(Trainer):
 
     # The Hub
 
+    @cached_property
+    def pusher(self) -> Any:
+        """The [`~hub.pushing.HubPusher`] of the run."""
+        return load_named("hf_pretrain.hub.pushing:HubPusher")(
+            self.run.directory.path,
+            strategy=self.args.hub_strategy,
+            revision=self.args.hub_revision,
+            pushes_always=self.args.hub_always_push,
+            write_card=self.create_model_card,
+            gives_up=lambda: self.run.signals.is_impatient,
+        )
+
     def _create_repository(self) -> None:
         """Create the repository, before training starts. Raise `UserError` if the Hub refuses."""
         if self.is_world_process_zero():
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            self.hub_model_id = self.pusher.repo_id = create_repository(name, private=self.args.hub_private_repo)
+            self.hub_model_id = self.pusher.create_repository(name, private=self.args.hub_private_repo)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Write the card of a run to `output_dir`. TRL's trainers call this method for each checkpoint."""
         if self.is_world_process_zero():
-            model = self.accelerator.unwrap_model(self.model)
-            # Within `_save_checkpoint`, `args.output_dir` is `.saving/`.
-            directory = self.pusher.output_dir
-            card = format_run_card(
-                model,
-                self.state,
-                self.run.facts,
-                repo_id=self.hub_model_id or directory.name,
-                training=describe_training(self.args, self.state, self.layout),
-                language=self.args.hub_language,
-                license=self.args.hub_license,
-            )
-            (directory / REPOCARD_NAME).write_text(card, encoding="utf-8")
+            write_model_card(self)
 
     def push_to_hub(self, commit_message: str | None = "End of training", *args: Any, **kwargs: Any) -> None:
         """Save the model, and push it with its card; `pusher.report` tells the result. All ranks call this method."""

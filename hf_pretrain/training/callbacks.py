@@ -1,6 +1,5 @@
 """Callbacks of a run: figures of the log, progress, log lines, and profiler."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ from tqdm import tqdm
 from transformers.trainer_callback import ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
-from ..reports.metrics import HEADLINES, first_figures, named_figures
-from ..reports.run_files import LOG_NAME
+from ..run_directory.directory import RunDirectory
+from ..run_directory.metrics import HEADLINES, first_figures, named_figures
 from .budgets import UNKNOWN_STEPS
 from .measurements import Meter, Throughput, peak_memory_bytes
 from .step_loss import FiniteCheck
@@ -129,22 +128,15 @@ class LogFileCallback(TrainerCallback):
     """Write each log entry to `log.jsonl` at once, so that others can watch the run."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # A resumed run repeats the steps after its checkpoint.
-        self._write(args, state, state.log_history, mode="w")
+        self._write(args, state, state.log_history, anew=True)
 
     def on_log(self, args, state, control, **kwargs):
-        self._write(args, state, state.log_history[-1:], mode="a")
+        self._write(args, state, state.log_history[-1:])
 
-    def _write(self, args, state, entries: list[dict[str, Any]], *, mode: str) -> None:
-        if not state.is_world_process_zero:
-            return
-        known = {"max_steps": state.max_steps} if state.max_steps < UNKNOWN_STEPS else {}
-        try:
-            with Path(args.output_dir, LOG_NAME).open(mode, encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(entry | known)}\n" for entry in entries)
-        except OSError as error:
-            # The run matters more than its log, which its checkpoints hold, too.
-            logger.warning(f"The run continues, and {LOG_NAME} lacks an entry: {error}.")
+    def _write(self, args, state, entries: list[dict[str, Any]], *, anew: bool = False) -> None:
+        if state.is_world_process_zero:
+            known = {"max_steps": state.max_steps} if state.max_steps < UNKNOWN_STEPS else {}
+            RunDirectory(args.output_dir).write_log((entry | known for entry in entries), anew=anew)
 
 
 class ProfilerCallback(TrainerCallback):

@@ -19,8 +19,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..data.collators import DataCollatorForPackedRows
-from ..reports.texts import Translation, format_rows, translation
 from ..runtime.command_line import announce
+from ..runtime.texts import Translation, format_rows, translation
 from ..weights.adapters import base_model_of
 from .budgets import BUDGETS, whole_model
 from .measurements import flops_per_token, num_active_parameters, peak_memory_bytes

@@ -23,16 +23,15 @@ from ..checkpoints.directory import remove_leftovers
 from ..data.data_arguments import SourceArguments
 from ..data.preparation import PreparedData
 from ..data.unigram import unigram_loss
-from ..hub.model_card import RunFacts
-from ..hub.pushing import remove_staging
-from ..reports.metrics import NATS
-from ..reports.run_files import read_launches
-from ..reports.texts import terminal_language
+from ..run_directory.directory import RunDirectory
+from ..run_directory.facts import RunFacts
+from ..run_directory.metrics import NATS
 from ..runtime.command_line import print_result
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks, leave_process_group, on_main_process
 from ..runtime.signals import SignalListener
+from ..runtime.texts import terminal_language
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.model_arguments import ModelArguments
@@ -40,9 +39,9 @@ from .budgets import BUDGETS
 from .callbacks import LogFileCallback, LogLinesCallback, ProfilerCallback, ProgressBarCallback
 from .deepspeed_support import import_deepspeed_late
 from .dry_run import format_plan
-from .end_report import format_report, next_commands, write_run_page
 from .optimizers import OPTIMIZERS, describe_own_optimizer
-from .run_directory import RunDirectory, checkpoint_to_resume, is_resumed, now
+from .reporting import report
+from .resuming import checkpoint_to_resume, is_resumed
 from .samples import (
     AddedFigures,
     SampleCallback,
@@ -77,7 +76,7 @@ class Run:
     Args:
         args ([`LMTrainingArguments`]): the training arguments.
         others (`Iterable` of dataclasses): the other arguments. A resume compares them.
-        facts ([`~hub.model_card.RunFacts`], *optional*): facts for the report and the model card.
+        facts ([`~run_directory.facts.RunFacts`], *optional*): facts for the report and the model card.
         planned_dir (`str`, *optional*): the directory of the run that a dry run plans.
 
     Attributes:
@@ -99,7 +98,7 @@ class Run:
     ):
         self.args, self.others, self.facts = args, tuple(others), facts or RunFacts()
         self.planned_dir = planned_dir or args.output_dir
-        self.directory = RunDirectory(args)
+        self.directory = RunDirectory(args.output_dir)
         self.ranks = Ranks(args.world_size, args.process_index, timeout_seconds=args.ddp_timeout)
         self.signals = SignalListener()
         self.checkpoint: str | None = None
@@ -136,7 +135,7 @@ class Run:
 def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) -> Run:
     """
     Check the arguments together, lock `output_dir`, choose the checkpoint to resume from, record the run
-    (`run_directory.py`), print the devices, and seed all random numbers. A dry run or a preview only checks and seeds.
+    (`run.json`), print the devices, and seed all random numbers. A dry run or a preview only checks and seeds.
 
     Args:
         recipe (`str`): the file in `recipes/`, without its ending.
@@ -146,7 +145,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
 
     Raises:
         `UserError`: for arguments that do not fit together, if another run writes into `output_dir`, and in the cases
-            of [`~training.run_directory.checkpoint_to_resume`].
+            of [`~training.resuming.checkpoint_to_resume`].
     """
     (args,) = (part for part in arguments if isinstance(part, LMTrainingArguments))
     others = [part for part in arguments if part is not args]
@@ -156,7 +155,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
     planned_dir, writes = args.output_dir, not (args.dry_run or args.preview)
     if not writes:
         if not (is_resumed(args) or args.preview):
-            RunDirectory(args).check_unused()
+            RunDirectory(args.output_dir).check_unused()
         settle_dry_run(args)
         if args.process_index == 0:
             print(f"{'Preview' if args.preview else 'Dry run'}: {args.launch_description}")
@@ -164,7 +163,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
     if writes:
         check_output(args.output_dir, "--output_dir")
         # Lock `output_dir` before anything writes into it: log, download or record.
-        run.directory.lock(is_resumed=is_resumed(args))
+        run.directory.lock(args, is_resumed=is_resumed(args))
         run.checkpoint = checkpoint_to_resume(args)
         settle_date(args, run.checkpoint)
         on_main_process(args, partial(_clear_and_record, run))
@@ -176,11 +175,18 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
 
 def _clear_and_record(run: Run) -> None:
     # An earlier run may have been killed in the middle of a save or a push.
-    remove_staging(run.args.output_dir)
+    run.directory.remove_pushes()
     remove_leftovers(run.args.output_dir)
-    settle_name(run.args, read_launches(run.directory.path) if run.checkpoint else [])
-    run.directory.record_start(checkpoint=run.checkpoint)
-    print(f"{run.args.launch_description}; {run.args.rows_per_step:,} rows per step; {describe_found()}")
+    args = run.args
+    settle_name(args, run.directory.launches if run.checkpoint else [])
+    run.directory.record_start(
+        date=args.date,
+        launcher=args.launcher,
+        launch=args.launch_description,
+        rows_per_step=args.rows_per_step,
+        resumed_from=run.checkpoint,
+    )
+    print(f"{args.launch_description}; {args.rows_per_step:,} rows per step; {describe_found()}")
 
 
 def _check_arguments(args: LMTrainingArguments, others: list[Any]) -> None:
@@ -257,7 +263,7 @@ def train(
         # Ids may have gaps, so `len(tokenizer)` may be too small.
         vocab_size = base_model_of(model).config.vocab_size
         facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=vocab_size)
-    _report(trainer, metrics, samples)
+    report(trainer, metrics, samples)
     leave_process_group()
 
 
@@ -354,31 +360,6 @@ def _last_evaluation(trainer: "RunTrainer") -> dict[str, float]:
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
     # Each of several validation sets has an entry.
     return {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
-
-
-def _report(trainer: "RunTrainer", metrics: dict[str, float], samples: list[tuple[str, str]]) -> None:
-    """Push with `--push_to_hub`, and print and record the report. All ranks must call it."""
-    args, run = trainer.args, trainer.run
-    # Report after the push, because the report quotes its result.
-    if run.pushes:
-        trainer.push_to_hub()
-    if args.process_index == 0:
-        first = [entry for entry in trainer.state.log_history if entry["step"] == 0]
-        start = {name: value for entry in first for name, value in entry.items()}
-        pushed, language = trainer.pusher.report, terminal_language()
-        report = format_report(args, run.facts, metrics, samples, start=start, push_report=pushed, language=language)
-        print(report)
-        run.directory.record(
-            ended=now(),
-            steps=trainer.state.global_step,
-            metrics=metrics,
-            unigram_loss=run.facts.unigram_loss,
-            report=report.strip().splitlines(),
-            next_commands=next_commands(args, run.facts),
-        )
-        write_run_page(args, trainer.state)
-    # Release the lock only now: the record and the report are written under it.
-    run.directory.release()
 
 
 def _make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:

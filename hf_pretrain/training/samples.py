@@ -17,11 +17,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import TrainerCallback
 
 from ..data.unigram import tokens_and_starts
+from ..run_directory.directory import RunDirectory
 from ..tokenizer.control_tokens import encode_prompt
 from ..weights.adapters import base_model_of
 from ..weights.foreign_configs import DEFAULT_SAMPLING
 from .callbacks import print_step
-from .run_directory import RunDirectory
 
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class SampleCallback(TrainerCallback):
         texts = self.sample(model)
         self.samples.append((state.global_step, texts))
         if state.is_world_process_zero and texts:
-            RunDirectory(args).record(samples=self.samples)
+            RunDirectory(args.output_dir).record(samples=self.samples)
             prompt, text = texts[0]
             print_step(state, f"{prompt!r} -> {text!r}")
 

@@ -24,6 +24,7 @@ from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import is_stream
 from ..model.configuration_minimind import MiniMindConfig
+from ..run_directory.directory import now
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
@@ -32,7 +33,6 @@ from .budgets import UNKNOWN_STEPS, token_budget
 from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args
 from .micro_batch import choose_micro_batch
-from .run_directory import now
 from .samples import AddedFigures
 from .training_arguments import LMTrainingArguments, default_learning_rate
 

@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..checkpoints.directory import newest_checkpoint
 from ..model.loss import prediction_weights
-from ..reports.run_files import read_entries
+from ..run_directory.directory import SPIKES_NAME
+from ..run_directory.reading import read_entries
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
@@ -45,7 +46,7 @@ LEAST_RATIOS = {"loss": 1.1, "gradient norm": 3.0}
 MOST_SKIPPED, MOST_REWINDS = 10, 5
 # Rows in the report. They are looked up again only after so many steps without a spike: it takes a forward pass.
 NUM_ROWS, QUIET_STEPS = 3, 10
-FILE_NAME, STATE_NAME = "spikes.jsonl", "spikes.json"
+STATE_NAME = "spikes.json"
 # What the model reads of a row.
 _ROW_FIELDS = ("input_ids", "labels", "position_ids", "attention_mask", "loss_mask")
 
@@ -147,7 +148,7 @@ class SpikeWatch(TrainerCallback):
         # The file of an earlier run, whose checkpoints are gone.
         if state.global_step == 0 and args.should_save:
             with suppress(OSError):
-                Path(args.output_dir, FILE_NAME).unlink()
+                Path(args.output_dir, SPIKES_NAME).unlink()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if self._found is not None and self._found[2]:
@@ -182,7 +183,7 @@ class SpikeWatch(TrainerCallback):
         text = f"spike at step {entry['step']}: {values}{'; its update was skipped' if entry['skipped'] else ''}{why}"
         if rows:
             text += f". The row with the highest loss, {rows[0]['loss']:.4g}: {rows[0]['text']!r:.80}"
-        path = Path(args.output_dir, FILE_NAME)
+        path = Path(args.output_dir, SPIKES_NAME)
         try:
             with path.open("a", encoding="utf-8") as file:
                 if checkpoint is not None:
@@ -209,7 +210,7 @@ class SpikeWatch(TrainerCallback):
         if checkpoint is None:
             return None, "; there is no checkpoint to go back to"
         step = int(checkpoint.rpartition("-")[2])
-        rewinds = [each for each in _read_rewinds(Path(args.output_dir, FILE_NAME)) if each["rewound_to"] == step]
+        rewinds = [each for each in _read_rewinds(Path(args.output_dir, SPIKES_NAME)) if each["rewound_to"] == step]
         if len(rewinds) >= MOST_REWINDS:
             return None, f"; the run went back to {checkpoint} {MOST_REWINDS} times already and goes on"
         return checkpoint, ""
@@ -261,7 +262,7 @@ class SpikeWatch(TrainerCallback):
             for name, values in state["recent"].items():
                 self.recent[name].extend(values)
         # The run that went back may have ended before its next checkpoint.
-        path = Path(trainer.args.output_dir, FILE_NAME)
+        path = Path(trainer.args.output_dir, SPIKES_NAME)
         for rewind in on_main_process(trainer.args, lambda: _read_rewinds(path)):
             for row in rewind["rows"]:
                 self.left_out.setdefault(row, rewind["rewound_to"])

@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from ..runtime.ranks import Ranks, leave_process_group
 from ..runtime.signals import SignalListener
 from .budgets import TimeBudget
-from .end_report import write_run_page
+from .reporting import write_page
 
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def end_nonfinite_run(trainer: "RunTrainer", what: str, step: int) -> NoReturn:
 def record_stop(trainer: "RunTrainer", why: str) -> None:
     """Record the reason, and write the page, which shows how to resume."""
     if trainer.is_world_process_zero():
-        write_run_page(trainer.args, trainer.state, stopped=why)
+        write_page(trainer.run.directory, trainer.state, stopped=why)
 
 
 def _end_run(trainer: "RunTrainer", status: int, why: str, message: str) -> NoReturn:
@@ -128,7 +128,8 @@ def _end_run(trainer: "RunTrainer", status: int, why: str, message: str) -> NoRe
     record_stop(trainer, why)
     if trainer.is_world_process_zero():
         print(message, file=sys.stderr, flush=True)
-    trainer.pusher.finish()
+    if trainer.run.pushes:
+        trainer.pusher.finish()
     # From here on, further signals change nothing.
     trainer.run.signals.is_ending = True
     # Launchers kill the remaining ranks as soon as one exits.

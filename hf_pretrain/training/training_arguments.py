@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available, strtobool
 
-from ..reports.metrics import LOWER_IS_BETTER, METRICS
+from ..run_directory.metrics import LOWER_IS_BETTER, METRICS
 from ..runtime.bounds import check_bounds
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu

@@ -24,8 +24,9 @@ from matplotlib.axes import Axes
 from hf_pretrain.board import launching, runs, serving
 from hf_pretrain.board import page as board_page
 from hf_pretrain.reports.page import draw_charts, write_page
-from hf_pretrain.reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run, read_runs
-from hf_pretrain.reports.texts import preferred_language
+from hf_pretrain.run_directory.directory import LOG_NAME, OUTPUT_NAME, RECORD_NAME, RunDirectory, read_runs
+from hf_pretrain.run_directory.history import RunHistory
+from hf_pretrain.runtime.texts import preferred_language
 from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
 from tests.faults.driving import command as toy_command
 from tests.faults.driving import make_workspace, steps_of, wait_for
@@ -666,7 +667,7 @@ def test_a_log_is_read_from_where_it_has_grown(tmp_path):
     def write(*steps: int, mode: str = "a", end: str = "\n") -> list[int]:
         with log.open(mode) as file:
             file.write("\n".join(json.dumps(STEP | {"step": step}) for step in steps) + end)
-        return [entry["step"] for entry in read_run(tmp_path).log]
+        return [entry["step"] for entry in RunDirectory(tmp_path).read().log]
 
     assert write(*range(40)) == [*range(40)]
     # The beginning is not read again.
@@ -687,7 +688,7 @@ def test_long_curves_are_thin_and_keep_their_extremes(monkeypatch):
     monkeypatch.setattr(np, "interp", lambda *values: calls.append(1) or interpolate(*values))
     plotted, plot = [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda self, x, y, **how: plotted.append((x, y)) or plot(self, x, y, **how))
-    assert len([*draw_charts([Run("long", [], log)])]) == 2
+    assert len([*draw_charts([RunHistory("long", [], log)])]) == 2
     # One call for a curve: a call for each point makes the time quadratic.
     assert len(calls) < 20
     for x, y in plotted:
@@ -695,7 +696,7 @@ def test_long_curves_are_thin_and_keep_their_extremes(monkeypatch):
     assert (plotted[0][0][0], plotted[0][0][-1]) == (0.001, (size - 1) / 1000)
     # A short curve has all its points.
     plotted.clear()
-    [*draw_charts([Run("short", [], log[:300])])]
+    [*draw_charts([RunHistory("short", [], log[:300])])]
     assert {len(x) for x, _ in plotted} == {300}
 
 

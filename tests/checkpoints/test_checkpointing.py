@@ -18,7 +18,7 @@ from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassificatio
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resume_check import describe_data
-from hf_pretrain.training.run_directory import checkpoint_to_resume
+from hf_pretrain.training.resuming import checkpoint_to_resume
 from tests.toys import toy_model, write_jsonl
 from tests.trainers import make_documents, make_trainer
 

@@ -16,7 +16,7 @@ import pytest
 from hf_pretrain.data import remote_files
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.sources import find_sources
-from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.names import public_name
 from tests.toys import write_jsonl

@@ -7,7 +7,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import TrainerState
 
-from hf_pretrain.hub.model_card import RunFacts, format_conversion_card, format_run_card
+from hf_pretrain.hub.model_card import format_conversion_card, format_run_card
+from hf_pretrain.run_directory.facts import RunFacts
 
 
 def test_cards_name_hub_ids_and_no_paths(build_model):

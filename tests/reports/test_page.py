@@ -13,7 +13,8 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from hf_pretrain.reports.page import find_differences, write_page
-from hf_pretrain.reports.run_files import RECORD_NAME, Run, read_run, read_runs
+from hf_pretrain.run_directory.directory import RECORD_NAME, RunDirectory, read_runs
+from hf_pretrain.run_directory.history import RunHistory
 from hf_pretrain.runtime.errors import UserError
 from tests.invariants.launching import ROOT
 
@@ -21,7 +22,7 @@ from tests.invariants.launching import ROOT
 PHONE = {"width": 390, "height": 844}
 
 
-def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
+def write_run(directory: Path, *, learning_rate: float = 1e-3) -> RunHistory:
     """Write the files of a run with experts and samples that was stopped and resumed."""
     directory.mkdir()
     launch = {
@@ -44,7 +45,7 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> Run:
         if step % 10 == 0:
             log.append({"eval_loss": 7 / step**0.5} | seen)
     (directory / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-    return read_run(directory)
+    return RunDirectory(directory).read()
 
 
 def open_page(page: Page, path: Path) -> list[str]:
@@ -203,7 +204,7 @@ def test_figures_over_tokens_and_minutes_have_one_point_per_step():
         {"step": 4, "eval_loss": 1.0, "num_input_tokens_seen": 2_000_000},
         {"step": 4, "train_runtime": 5.0},
     ]
-    run = Run("", [], log)
+    run = RunHistory("", [], log)
     assert run.series("loss") == ([1.0, 2.0], [4.0, 3.0])
     assert run.series("eval_loss", over="minutes") == ([1.0, 3.0], [3.0, 2.0])
     assert run.last("eval_loss") == 1.0 and run.last("reward") is None
@@ -217,9 +218,9 @@ def test_points_between_and_after_the_logs_have_their_own_minutes(tmp_path):
         | ({} if seconds is None else {"training_seconds": seconds})
         for step, seconds in ((5, None), (10, 60.0), (10, None), (12, None))
     ]
-    assert Run("", [], log).series("eval_loss", over="minutes")[0] == pytest.approx([0.5, 1.0, 1.2])
+    assert RunHistory("", [], log).series("eval_loss", over="minutes")[0] == pytest.approx([0.5, 1.0, 1.2])
     # Too few steps for a log: no chart of points at one place.
-    run = Run("short", [], [entry for entry in log if "eval_loss" in entry])
+    run = RunHistory("short", [], [entry for entry in log if "eval_loss" in entry])
     write_page([run], tmp_path / "short.html", language="en")
     captions = (tmp_path / "short.html").read_text().split("<figcaption>")[1:]
     assert [text.partition("<")[0] for text in captions] == ["Loss over tokens"]
@@ -238,7 +239,7 @@ def test_the_page_shows_the_unigram_model_and_the_loss_before(page, tmp_path):
 
 def test_a_resumed_launch_replaces_the_samples_of_its_steps():
     launches = [{"samples": [[2, [["a", "b"]]], [4, [["a", "c"]]]]}, {}, {"samples": [[4, [["a", "d"]]]]}]
-    assert Run("", launches).samples == {2: [["a", "b"]], 4: [["a", "d"]]}
+    assert RunHistory("", launches).samples == {2: [["a", "b"]], 4: [["a", "d"]]}
 
 
 def test_the_newest_log_is_read(tmp_path):
@@ -248,7 +249,7 @@ def test_the_newest_log_is_read(tmp_path):
         (tmp_path / name / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": number}]}))
         os.utime(tmp_path / name / "trainer_state.json", (number, number))
     # A run that resumed from step 2 has not reached step 4 again.
-    assert read_run(tmp_path).log == [{"step": 2}]
+    assert RunDirectory(tmp_path).read().log == [{"step": 2}]
 
 
 def test_directories_without_a_run_are_left_out(tmp_path):
@@ -271,5 +272,5 @@ def test_directories_without_a_run_are_left_out(tmp_path):
 
 def test_a_launch_that_died_before_its_training_hides_no_arguments():
     launches = [{"arguments": {"learning_rate": 0.1}}, {"command": "hf-pretrain sft"}]
-    assert Run("mine", launches, []).arguments == {"learning_rate": 0.1}
-    assert Run("mine", launches[1:], []).arguments == {}
+    assert RunHistory("mine", launches, []).arguments == {"learning_rate": 0.1}
+    assert RunHistory("mine", launches[1:], []).arguments == {}

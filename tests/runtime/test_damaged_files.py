@@ -14,7 +14,7 @@ from transformers import GPT2Config
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser
 from hf_pretrain.inference.serving import serve_model
-from hf_pretrain.reports.run_files import read_launches
+from hf_pretrain.run_directory.directory import RunDirectory
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.stages.distillation import load_teacher
@@ -129,7 +129,7 @@ def test_a_damaged_run_is_left_out_with_a_line(text, tmp_path, caplog):
     (tmp_path / "bad/run.json").write_text("{" if text == "[]" else text)
     with caplog.at_level("WARNING"):
         assert find_newest_run(str(tmp_path)) == str(tmp_path / "good")
-        assert read_launches(tmp_path / "bad") == []
+        assert RunDirectory(tmp_path / "bad").launches == []
 
 
 @pytest.mark.parametrize(("stream", "status"), [("/dev/full", 74), ("pipe", 141)])

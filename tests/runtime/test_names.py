@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.runtime.names import DatasetName, is_path, may_be_checkpoint, split_hub_name
 
 

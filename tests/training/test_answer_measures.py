@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from hf_pretrain.reports.page import write_page
-from hf_pretrain.reports.run_files import Run
+from hf_pretrain.run_directory.history import RunHistory
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.run import train_and_evaluate
 from hf_pretrain.training.samples import AddedFigures, answer_figures, choose_questions, generate, measure_answers
@@ -56,5 +56,5 @@ def test_an_evaluation_has_the_figures(tmp_path):
     assert metrics.items() >= FIGURES.items() and "eval_loss" in metrics
     log = trainer.state.log_history
     assert [entry["step"] for entry in log if FIGURES.items() <= entry.items()] == [1, 2]
-    write_page([Run("toy", [], log)], tmp_path / "page.html", language="en")
+    write_page([RunHistory("toy", [], log)], tmp_path / "page.html", language="en")
     assert "distinct-2 of the answers</th><td>0.6667" in (tmp_path / "page.html").read_text()

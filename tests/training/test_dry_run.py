@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain.reports.texts import translation
+from hf_pretrain.runtime.texts import translation
 from hf_pretrain.training.dry_run import _describe_memory, format_plan
 from hf_pretrain.training.measurements import peak_memory_bytes
 from hf_pretrain.training.settling import settle_dry_run

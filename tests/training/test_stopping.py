@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pretrain.checkpoints.manifest import find_damage
-from hf_pretrain.reports.run_files import RECORD_NAME, REPORT_NAME
+from hf_pretrain.run_directory.directory import RECORD_NAME, REPORT_NAME
 from tests.toys import toy_model
 from tests.trainers import AtStep, make_documents, make_trainer
 

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from hf_pretrain.reports.run_files import read_launches
+from hf_pretrain.run_directory.directory import RunDirectory
 from hf_pretrain.training import training_arguments
-from hf_pretrain.training.run_directory import RunDirectory
 from hf_pretrain.training.settling import settle_name
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 
@@ -22,9 +21,9 @@ def launch(tmp_path, monkeypatch):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
         args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **arguments)
-        directory = RunDirectory(args)
-        settle_name(args, read_launches(directory.path) if checkpoint else [])
-        directory.record_start(checkpoint=checkpoint)
+        directory = RunDirectory(args.output_dir)
+        settle_name(args, directory.launches if checkpoint else [])
+        directory.record_start(resumed_from=checkpoint)
         directory.record(arguments=args.to_dict())
         return args.run_name, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]
 

@@ -8,8 +8,8 @@ import pytest
 import hf_pretrain_cli
 from hf_pretrain.board.launching import FLAGS, FORM
 from hf_pretrain.model.presets import PRESETS
-from hf_pretrain.reports.metrics import METRICS
-from hf_pretrain.reports.texts import TEXTS, terminal_language, translation
+from hf_pretrain.run_directory.metrics import METRICS
+from hf_pretrain.runtime.texts import TEXTS, terminal_language, translation
 from tests.invariants.launching import ROOT
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from hf_pretrain import __file__ as package
 from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.run_directory import directory as module
+from hf_pretrain.run_directory.directory import RunDirectory, now
 from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME
-from hf_pretrain.training import run_directory
 from hf_pretrain.training.run import begin_run
-from hf_pretrain.training.run_directory import RunDirectory, now
 from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
 from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT
@@ -70,39 +70,38 @@ def in_a_child():
         kill(child)
 
 
-def directory(path: Path) -> RunDirectory:
-    ranks = {"process_index": 0, "local_process_index": 0, "world_size": 1, "should_save": True}
-    return RunDirectory(SimpleNamespace(output_dir=str(path), **ranks))
+# The arguments of a run in one process.
+ALONE = SimpleNamespace(process_index=0, local_process_index=0, world_size=1)
 
 
 def test_a_lock_ends_with_its_process(tmp_path, in_a_child):
     """The kernel frees it after `kill -9`, although a worker that the run forked still lives."""
-    run = directory(tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
 
     def hold_with_a_worker() -> None:
-        run.lock()
+        run.lock(ALONE)
         if not os.fork():
             signal.alarm(60)
             signal.pause()
 
     child = in_a_child(hold_with_a_worker)
     with pytest.raises(ValueError, match=f"{run.path} is in use by another process"):
-        run.lock()
+        run.lock(ALONE)
     # A resumed run waits for the end of the earlier one.
     threading.Timer(0.5, in_a_child.kill, (child,)).start()
-    run.lock(is_resumed=True)
+    run.lock(ALONE, is_resumed=True)
     # The trainer takes the lock that the recipe holds.
-    with run.locked():
+    with run.locked(ALONE):
         in_a_child(lambda: None)
     with pytest.raises(AssertionError):
-        in_a_child(run.lock)
+        in_a_child(lambda: run.lock(ALONE))
     run.release()
     assert not list(run.path.iterdir())
 
 
 def test_a_locked_directory_is_refused_before_anything_is_written(tmp_path, in_a_child):
     """This holds for recipes and for trainers without a recipe."""
-    child = in_a_child(directory(tmp_path).lock)
+    child = in_a_child(lambda: RunDirectory(tmp_path).lock(ALONE))
     with pytest.raises(ValueError, match="is in use by another process"):
         args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         begin_run("pretrain", args, ModelArguments(), method="pretraining")
@@ -112,14 +111,14 @@ def test_a_locked_directory_is_refused_before_anything_is_written(tmp_path, in_a
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
     in_a_child.kill(child)
     trainer.train()
-    in_a_child(directory(tmp_path).lock)
+    in_a_child(lambda: RunDirectory(tmp_path).lock(ALONE))
 
 
 def test_a_machine_with_another_directory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_directory, "_VISIBLE_SECONDS", 0.5)
-    monkeypatch.setattr(run_directory, "on_main_process", lambda args, decide: decide() + 1)
+    monkeypatch.setattr(module, "_VISIBLE_SECONDS", 0.5)
+    monkeypatch.setattr(module, "on_main_process", lambda args, decide: decide() + 1)
     with pytest.raises(ValueError, match="is not the directory of this name on the first machine"):
-        directory(tmp_path).lock()
+        RunDirectory(tmp_path).lock(ALONE)
 
 
 def read(path: Path) -> list[dict]:
@@ -128,15 +127,15 @@ def read(path: Path) -> list[dict]:
 
 def test_a_run_is_recorded(make_arguments, tmp_path):
     args = make_arguments(max_steps=3)
-    run = RunDirectory(args)
-    run.record_start(checkpoint=None)
+    run = RunDirectory(tmp_path)
+    run.record_start(launcher=args.launcher)
     run.record(arguments=values_by_name(args, [DataArguments(dataset_name=["mine.jsonl"])]))
     (entry,) = read(tmp_path)
     assert "recipes/pretrain.py '--run_name=<token>' --max_steps 3" in entry["command"] and "ended" not in entry
     # The record also has flags that the command line lacks.
     assert entry["arguments"]["dataset_name"] == ["mine.jsonl"] and entry["arguments"]["adam_beta2"] == 0.95
     assert entry["versions"]["torch"] == version("torch") and entry["launcher"] == "python"
-    assert entry["commit"] == run_directory._commit()
+    assert entry["commit"] == module._commit()
     run.record(data={"names": ["mine.jsonl"]})
     run.record(ended=now(), metrics={"eval_loss": 2.5}, report=["Held-out loss 2.5"])
     (entry,) = read(tmp_path)
@@ -147,9 +146,9 @@ def test_a_run_is_recorded(make_arguments, tmp_path):
 def test_a_resumed_run_adds_an_entry_and_no_token_is_recorded(make_arguments, tmp_path, monkeypatch):
     # `hf-pretrain` sets the variable to the command that it prints.
     monkeypatch.setenv("HF_PRETRAIN_COMMAND", f"LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token {TOKEN}")
-    run = RunDirectory(make_arguments(run_name=f"of {TOKEN}"))
+    run = RunDirectory(tmp_path)
     for checkpoint in (None, "out/checkpoint-2"):
-        run.record_start(checkpoint=checkpoint)
+        run.record_start(resumed_from=checkpoint)
         run.record(arguments=make_arguments(run_name=f"of {TOKEN}").to_dict(), report=[f"pushed with {TOKEN}"])
     command = "LOCAL_SIZE=2 deepspeed recipes/pretrain.py --hub_token <token>"
     expected = [(None, command), ("out/checkpoint-2", command)]
@@ -160,7 +159,7 @@ def test_a_resumed_run_adds_an_entry_and_no_token_is_recorded(make_arguments, tm
 
 def test_the_record_names_the_commit_of_the_checkout(tmp_path, monkeypatch):
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert run_directory._commit() in (head, f"{head}-dirty") if head else run_directory._commit() is None
+    assert module._commit() in (head, f"{head}-dirty") if head else module._commit() is None
     # An installed package has no commit, whatever repository contains the environment.
-    monkeypatch.setattr(run_directory, "__file__", str(tmp_path / "hf_pretrain" / Path(package).name))
-    assert run_directory._commit() is None
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "hf_pretrain" / Path(package).name))
+    assert module._commit() is None

@@ -8,9 +8,10 @@ import pytest
 from transformers import TrainerState
 
 import hf_pretrain_cli
-from hf_pretrain.hub.model_card import RunFacts
-from hf_pretrain.training.end_report import next_commands, write_run_page
-from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.reports.end_report import next_commands
+from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.run_directory.facts import RunFacts
+from hf_pretrain.training.reporting import write_page
 from tests.invariants.launching import ROOT
 
 
@@ -31,8 +32,8 @@ def test_the_next_commands_lead_to_the_next_stage(recipe, data_kind, words, monk
     # As after `source .venv/bin/activate`.
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     config = str(ROOT / f"recipes/tiny/{recipe}.yaml")
-    args = LMTrainingArguments(output_dir="out/a b/", config=config, use_cpu=True)
-    chat, *stages = next_commands(args, RunFacts(recipe=recipe, data_kind=data_kind))
+    facts = RunFacts(recipe=recipe, data_kind=data_kind)
+    chat, *stages = next_commands("out/a b/", facts, config=config)
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path 'out/a b'")
     if words is None:
         assert not stages
@@ -45,12 +46,10 @@ def test_the_next_commands_lead_to_the_next_stage(recipe, data_kind, words, monk
     _, started = hf_pretrain_cli.make_command(stage, shlex.split(command)[2:])
     assert shlex.join(started).endswith(shlex.join(shlex.split(command)[2:]))
     # The stages of `make` stand beside each other: out/sft-tiny follows out/pretrain-tiny.
-    args.output_dir = f"out/{recipe}-tiny"
-    following = next_commands(args, RunFacts(recipe=recipe, data_kind=data_kind))[1][1]
+    following = next_commands(f"out/{recipe}-tiny", facts, config=config)[1][1]
     assert following.endswith(f"--output_dir out/{stage}-tiny" if stage != recipe else "out/sft-tiny-sft")
     # A file of the user's own has no name as a preset.
-    args.config = "elsewhere/pretrain.yaml"
-    assert "--preset" not in next_commands(args, RunFacts(recipe=recipe, data_kind=data_kind))[1][1]
+    assert "--preset" not in next_commands("out/a", facts, config="elsewhere/pretrain.yaml")[1][1]
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,8 @@ def test_a_published_model_that_has_learnt_facts_is_exported_or_learns_more(pres
     """DPO needs preferences and TRL."""
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     config = preset and str(ROOT / f"recipes/{preset}/sft.yaml")
-    args = LMTrainingArguments(output_dir="out/facts", config=config, use_cpu=True)
     facts = RunFacts(recipe="sft", data_kind="conversations", base_model=base)
-    chat, more, export = next_commands(args, facts)
+    chat, more, export = next_commands("out/facts", facts, config=config)
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/facts")
     start = f"--preset {preset} " * bool(preset) + "--model_name_or_path out/facts"
     words = f"{start} --dataset_name your/facts.jsonl --output_dir out/facts-more"
@@ -72,12 +70,12 @@ def test_a_published_model_that_has_learnt_facts_is_exported_or_learns_more(pres
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, caplog):
-    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    directory = RunDirectory(tmp_path)
     # A run that no recipe has begun has no page.
-    write_run_page(args, TrainerState())
+    write_page(directory, TrainerState())
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "run.json").write_text("[{}]")
     (tmp_path / "report.html").mkdir()
-    write_run_page(args, TrainerState(), stopped="SIGTERM")
+    write_page(directory, TrainerState(), stopped="SIGTERM")
     assert f"The page of {tmp_path} could not be written: " in caplog.text
     assert json.loads((tmp_path / "run.json").read_text()) == [{"stopped": "after step 0: SIGTERM"}]

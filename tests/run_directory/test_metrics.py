@@ -4,10 +4,11 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from hf_pretrain.evaluation.evaluation import format_results
-from hf_pretrain.hub.model_card import RunFacts, validation_results
-from hf_pretrain.reports.metrics import METRICS, find_evaluations, named_figures
+from hf_pretrain.hub.model_card import validation_results
+from hf_pretrain.reports.end_report import format_report
+from hf_pretrain.run_directory.facts import RunFacts
+from hf_pretrain.run_directory.metrics import METRICS, find_evaluations, named_figures
 from hf_pretrain.training.callbacks import LogLinesCallback
-from hf_pretrain.training.end_report import format_report
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 
 
@@ -16,7 +17,7 @@ FIGURES = {metric.key: 1.0 + number for number, metric in enumerate(METRICS)}
 
 def test_every_place_shows_the_same_label_and_value(capsys):
     args = LMTrainingArguments(output_dir="out/a", learning_rate=1e-3)
-    report = format_report(args, RunFacts(), FIGURES, [])
+    report = format_report("out/a", RunFacts(), FIGURES, [], optimizer=("adamw", 1e-3), commands=[])
     state = TrainerState(is_world_process_zero=True, global_step=3, max_steps=5)
     LogLinesCallback().on_log(args, state, TrainerControl(), logs=FIGURES)
     line = capsys.readouterr().out

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .texts import Translation
+from ..runtime.texts import Translation
 
 
 NATS = "nats per token"
