@@ -16,9 +16,9 @@ from functools import partial
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.data.preparation import load_rows
-from hf_pretrain.evaluation.eval_tasks import EvalTaskArguments, task_callbacks
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
+from hf_pretrain.training.evaluation_arguments import EvalTaskArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
 from hf_pretrain.training.training_arguments import LMTrainingArguments
@@ -48,7 +48,7 @@ def main(
     model = add_adapter(
         load_model(model_args, rows.tokenizer, distributed=training_args.distributed_config), adapter_args
     )
-    run.callbacks += task_callbacks(task_args, training_args, rows)
+    run.callbacks += task_args.callbacks(training_args, rows)
     train(run, rows, model, MaskedLossTrainer)
 
 

@@ -16,9 +16,8 @@ docs/launching.md lists; `--help-all` prints all flags.
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
-from hf_pretrain.evaluation.eval_questions import EvalQuestionArguments
-from hf_pretrain.evaluation.eval_tasks import EvalTaskArguments, task_callbacks
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
+from hf_pretrain.training.evaluation_arguments import EvalQuestionArguments, EvalTaskArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
@@ -46,7 +45,7 @@ def main(
     rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
-    run.callbacks += task_callbacks(task_args, training_args, rows)
+    run.callbacks += task_args.callbacks(training_args, rows)
     questions = question_args.callbacks(tokenizer, data_args.enable_thinking)
     run.callbacks += questions
     train(run, rows, model, MaskedLossTrainer)

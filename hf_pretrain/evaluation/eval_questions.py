@@ -1,32 +1,14 @@
 """Questions with known answers (`--eval_questions`), before, during and after training."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.hf_argparser import HfArg
 
 from ..inference.batch_answers import read_prompts
 from ..runtime.errors import UserError
 from ..training.samples import GREEDY, AddedFigures, generate
-
-
-@dataclass
-class EvalQuestionArguments:
-    """Questions with known answers, to ask at each evaluation."""
-
-    eval_questions: str | None = HfArg(
-        default=None, help="File of prompts with the texts that right answers state, to ask at each evaluation."
-    )
-
-    def callbacks(
-        self, tokenizer: PreTrainedTokenizerFast, enable_thinking: bool | None = None
-    ) -> list["EvalQuestions"]:
-        if self.eval_questions is None:
-            return []
-        return [EvalQuestions(self.eval_questions, tokenizer, enable_thinking=enable_thinking)]
 
 
 MAX_TOKENS = 64

@@ -19,8 +19,8 @@ from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole
+from ..training.evaluation_arguments import check_whole_model
 from ..training.training_arguments import LMTrainingArguments
-from .eval_tasks import check_whole_model
 from .tool_call_task import TASK, evaluate_tool_calls, format_failures
 
 

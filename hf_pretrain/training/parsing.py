@@ -14,11 +14,11 @@ from typing import Any
 from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
+from ..runtime.named import load_named
 from ..runtime.names import hint
 from ..runtime.parser import RecipeParser, read_config
 from ..runtime.stages import STAGES
 from ..weights.model_arguments import choose_preset
-from .minimind_flags import translate_minimind
 
 
 # A size that is typed wins over a size that fits the memory.
@@ -42,12 +42,15 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `UserError`: for an unknown YAML key or flag (the message names the nearest one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
-    argv = translate_minimind(sys.argv[1:] if argv is None else argv, stage)
+    argv = sys.argv[1:] if argv is None else argv
     # The recipe's own docstring has examples.
     parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
     # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
     # wins because it comes last.
-    typed, _ = parser.parse_known_args(argv)
+    typed, unknown = parser.parse_known_args(argv)
+    if unknown:
+        argv = load_named("hf_pretrain.training.minimind_flags:translate_minimind")(argv, stage)
+        typed, _ = parser.parse_known_args(argv)
     defaults: list[str] = []
     if "config" in typed:
         preset = choose_preset(typed.model_preset, use_cpu=typed.use_cpu)

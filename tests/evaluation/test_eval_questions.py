@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from hf_pretrain.evaluation.eval_questions import BATCH_SIZE, MAX_TOKENS, EvalQuestionArguments, EvalQuestions
+from hf_pretrain.evaluation.eval_questions import BATCH_SIZE, MAX_TOKENS, EvalQuestions
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import set_stop_tokens
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.evaluation_arguments import EvalQuestionArguments
 from tests.toys import toy_model, write_jsonl
 
 
