@@ -41,7 +41,7 @@ from benchmarks.bench import ROOT, environment
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.encoding import encode_conversation
-from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages.from_scratch import PLAN_NAME
 
 
@@ -173,7 +173,7 @@ def main() -> None:
     env = os.environ | {"HF_HOME": str(directory / "cache")}
     subprocess.run([*command, "--output_dir", str(ours)], cwd=ROOT, check=True, env=env)
 
-    max_length = RunDirectory(ours / "sft").read().arguments["max_length"]
+    max_length = read_run(ours / "sft").arguments["max_length"]
     texts = load_documents(["embedded"])
     tokenizer = AutoTokenizer.from_pretrained(ours / "sft")
     train, validation = (
@@ -198,7 +198,7 @@ def main() -> None:
     found = {"nanochat": side.train(60 * args.minutes, args.vocab_size)}
     side.run(str(ROOT / "benchmarks/nanochat_bits.py"), str(scored), str(directory / "nanochat.json"))
     found["nanochat"] |= json.loads((directory / "nanochat.json").read_text(encoding="utf-8"))
-    runs = [RunDirectory(ours / stage).read() for stage in ("pretrain", "sft")]
+    runs = [read_run(ours / stage) for stage in ("pretrain", "sft")]
     plan = json.loads((ours / PLAN_NAME).read_text(encoding="utf-8"))
     found["hf_pretrain"] = {
         "preset": plan["preset"],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench import ROOT, environment
-from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.run_directory.history import read_run
 
 
 RESULTS = ROOT / "benchmarks/results/from-scratch-splits.json"
@@ -30,7 +30,7 @@ def train(stage: str, directory: Path, max_steps: int, words: list[str]) -> dict
     options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "hf_pretrain_cli.py", stage, *options, *words]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    run = RunDirectory(directory).read()
+    run = read_run(directory)
     seconds = sum(entry.get("training_seconds", 0.0) for entry in run.log)
     return {key: run.last(key) for key in FIGURES if run.last(key) is not None} | {"seconds": round(seconds)}
 

@@ -7,7 +7,7 @@ Repetition in the answers of chat models, with and without a penalty for tokens 
 Each model answers questions of the validation set of the embedded conversations, or those of a file, with at most 64
 tokens, greedily and with the defaults of `chat`. The penalty is transformers' `repetition_penalty`. It counts the
 whole text, as `generation_config.json` and llama.cpp do, or leaves the prompt out, which takes a logits processor of
-transformers. The figures are those of `training/samples.py`. `right` is the share of right answers to the questions.
+transformers. The figures are those of `inference/samples.py`. `right` is the share of right answers to the questions.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 from benchmarks.bench import ROOT, environment
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.evaluation.eval_questions import EvalQuestions
+from hf_pretrain.inference.samples import answer_figures, choose_questions, generate, stop_tokens_of
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.training.samples import answer_figures, choose_questions, generate, stop_tokens_of
 from hf_pretrain.weights.adapters import is_adapted
 from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 

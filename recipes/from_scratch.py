@@ -16,7 +16,8 @@ from pathlib import Path
 
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.reports.page import write_page
-from hf_pretrain.run_directory.directory import REPORT_NAME, read_runs
+from hf_pretrain.run_directory.directory import REPORT_NAME
+from hf_pretrain.run_directory.history import read_runs
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import find_program
 from hf_pretrain.runtime.parser import RecipeParser

@@ -11,11 +11,11 @@ import torch
 from benchmarks import loops, unlikelihood
 from examples import no_loops
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.inference.samples import generate
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.samples import generate
 from tests.invariants.launching import ROOT
 from tests.toys import toy_model, write_jsonl
 

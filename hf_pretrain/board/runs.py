@@ -11,7 +11,7 @@ import hf_pretrain_cli
 from ..data.formats import EXTENSIONS
 from ..reports.page import Line, draw_charts, environment
 from ..run_directory.directory import OUTPUT_NAME, RECORD_NAME, RunDirectory
-from ..run_directory.history import RunHistory
+from ..run_directory.history import RunHistory, read_run
 from ..runtime.texts import Translation
 from ..runtime.writing import find_holder, find_reason
 from ..weights.weight_files import read_json
@@ -61,7 +61,7 @@ def read(name: str) -> RunHistory:
 
 @lru_cache(1024)
 def _read(directory: Path, times: tuple[int, ...]) -> RunHistory:
-    return RunDirectory(directory).read()
+    return read_run(directory)
 
 
 def state_of(name: str) -> str:

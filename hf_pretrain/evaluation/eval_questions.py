@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ..inference.batch_answers import read_prompts
+from ..inference.samples import GREEDY, generate
 from ..runtime.errors import UserError
-from ..training.samples import GREEDY, AddedFigures, generate
+from ..training.callbacks import AddedFigures
 
 
 MAX_TOKENS = 64

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..data.preparation import PreparedData
+from ..training.callbacks import AddedFigures
 from ..training.evaluation_arguments import EvalTaskArguments
-from ..training.samples import AddedFigures
 from .lm_eval_tasks import evaluate_tasks, index_tasks
 
 

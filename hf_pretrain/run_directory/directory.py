@@ -20,15 +20,12 @@ from typing import Any
 import psutil
 from huggingface_hub import get_token
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.secret_words import hide_secrets
 from ..runtime.writing import LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
-from .history import RunHistory
-from .reading import figures_in, keep_well_formed, read_json, read_log
 
 
 logger = logging.get_logger(__name__)
@@ -48,6 +45,12 @@ _PACKAGES = ("hf_pretrain", "torch", "transformers", "accelerate", "datasets", "
 _PATIENCE_SECONDS = 30.0
 # NFS remembers for up to 60 seconds (`acdirmax`) that a file was not there.
 _VISIBLE_SECONDS = 90.0
+# A larger file is no record of a run.
+MOST_BYTES = 256 << 20
+# What readers of a record rely on.
+_SHAPE: dict[str, Any] = {"arguments": {}, "versions": {}, "data": {"counts": [""]}, "unigram_loss": 0.0}
+_SHAPE |= {"samples": [[0, [["", ""]]]], "next_commands": [["", ""]], "recipe": "", "loss_unit": ""}
+_SHAPE |= {"command": "", "directory": "", "stopped": ""}
 
 
 class RunDirectory:
@@ -75,27 +78,12 @@ class RunDirectory:
     @property
     def launches(self) -> list[dict[str, Any]]:
         """The entries of `run.json`, without fields that have another type than a run writes; empty without a run."""
-        return keep_well_formed(self._read_record())
+        launches = self._read_record()
+        return [{name: each for name, each in launch.items() if _fits({name: each}, _SHAPE)} for launch in launches]
 
     def _read_record(self) -> list[dict[str, Any]]:
         launches = read_json(self.record_file) if self.record_file.is_file() else []
         return [launch for launch in (launches if isinstance(launches, list) else []) if isinstance(launch, dict)]
-
-    def read(self) -> RunHistory:
-        """Read the run, also while it trains. Without a log file, read the log of its newest checkpoint."""
-        return RunHistory(self.path.resolve().name, self.launches, self._read_log())
-
-    def _read_log(self) -> list[dict[str, Any]]:
-        file, end = self.log_file, self.path / TRAINER_STATE_NAME
-        # The state at the end of a run holds more: figures that were added to its entries later.
-        is_newest = file.is_file() and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns)
-        if is_newest and (log := read_log(file)) is not None:
-            return log
-        states = [end, *self.path.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-        newest = max(filter(Path.is_file, states), key=lambda path: path.stat().st_mtime, default=None)
-        state = read_json(newest) if newest else {}
-        history = state.get("log_history") if isinstance(state, dict) else None
-        return figures_in(history if isinstance(history, list) else [])
 
     # Write
 
@@ -199,28 +187,37 @@ class RunDirectory:
             logger.warning(f"The run continues, and {LOG_NAME} lacks an entry: {error}.")
 
 
-def read_runs(directories: Iterable[Path]) -> tuple[list[RunHistory], list[str]]:
-    """
-    Read the runs of several directories, by which they are named.
+def read_json(path: Path) -> Any:
+    """Return what a record holds; `None` if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning(f"{path} is damaged ({error}), so it is left out.")
+        return None
 
-    Returns:
-        `tuple`: the runs, and for each directory without a run the reason why it is left out.
 
-    Raises:
-        `UserError`: if no directory holds a run that trained.
-    """
-    runs, reasons = [], []
-    for directory in dict.fromkeys(directories):
-        run = RunDirectory(directory).read()
-        if run.launches and run.log:
-            # A name may be no text in UTF-8.
-            run.name = str(directory).encode(errors="replace").decode()
-            runs.append(run)
-        else:
-            reasons.append(f"{directory} holds no run that has logged something. Pass the --output_dir of a run.")
-    if not runs:
-        raise UserError("\n".join(reasons))
-    return runs, reasons
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file of JSON lines, if it exists."""
+    # Texts may hold other ends of lines.
+    return list(parse_lines(path.read_bytes().split(b"\n") if path.is_file() else ()))
+
+
+def parse_lines(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the objects in lines. Leave out a line that was cut off or is damaged."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(entry := json.loads(line), dict):
+                yield entry
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Return whether a value has the types of a shape, which holds an example of each part."""
+    if isinstance(shape, list) and isinstance(value, list):
+        shapes = shape * len(value) if len(shape) == 1 else shape
+        return len(value) == len(shapes) and all(map(_fits, value, shapes))
+    if isinstance(shape, dict) and isinstance(value, dict):
+        return all(_fits(value[name], shape[name]) for name in shape.keys() & value.keys())
+    return isinstance(value, type(shape))
 
 
 def now() -> str:

@@ -1,12 +1,21 @@
 """What the files of a run tell: its launches, and the figures of its log."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.trainer import TRAINER_STATE_NAME
 
+from ..runtime.errors import UserError
+from .directory import MOST_BYTES, RunDirectory, parse_lines, read_json
 from .metrics import NATS
+
+
+# By file: the number of bytes that were read, the last of them, and the entries that they hold.
+_read_logs: dict[Path, tuple[int, bytes, list[dict[str, Any]]]] = {}
 
 
 @dataclass
@@ -98,3 +107,76 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
     if not trained:
         return None
     return trained[-1]["recipe"] == "pretrain" or trained[-1].get("arguments", {}).get("dataset_kind") == "text"
+
+
+def read_run(path: str | Path) -> RunHistory:
+    """Read the run of a directory, also while it trains. Without a log file, read the log of its newest checkpoint."""
+    directory = RunDirectory(path)
+    return RunHistory(directory.path.resolve().name, directory.launches, _read_log(directory))
+
+
+def _read_log(directory: RunDirectory) -> list[dict[str, Any]]:
+    file, end = directory.log_file, directory.path / TRAINER_STATE_NAME
+    # The state at the end of a run holds more: figures that were added to its entries later.
+    is_newest = file.is_file() and not (end.is_file() and end.stat().st_mtime_ns >= file.stat().st_mtime_ns)
+    if is_newest and file.stat().st_size < MOST_BYTES:
+        return _read_growing(file)
+    states = [end, *directory.path.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    newest = max(filter(Path.is_file, states), key=lambda path: path.stat().st_mtime, default=None)
+    state = read_json(newest) if newest else {}
+    log = state.get("log_history") if isinstance(state, dict) else None
+    return _figures(log if isinstance(log, list) else [])
+
+
+def _read_growing(path: Path) -> list[dict[str, Any]]:
+    """Return the figures in a log. Of a log that has only grown since the last call, read only what is new."""
+    size, last, entries = _read_logs.get(path, (0, b"", []))
+    with path.open("rb") as file:
+        file.seek(size - len(last))
+        if file.read(len(last)) != last:
+            # A resumed launch has written it anew.
+            size, last, entries = file.seek(0), b"", []
+        new = file.read()
+    # The last line may not be complete yet.
+    new = new[: new.rfind(b"\n") + 1]
+    entries = [*entries, *_figures(parse_lines(new.split(b"\n")))]
+    _read_logs[path] = size + len(new), (last + new)[-500:], entries
+    return entries
+
+
+def _figures(entries: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the numbers in entries of a log. Leave out entries without a step, and integers that are no floats."""
+    found = [
+        {name: each for name, each in entry.items() if _is_number(each)}
+        for entry in entries
+        if isinstance(entry, dict)
+    ]
+    return [figures for figures in found if isinstance(figures.get("step"), int)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1e300)
+
+
+def read_runs(directories: Iterable[Path]) -> tuple[list[RunHistory], list[str]]:
+    """
+    Read the runs of several directories, by which they are named.
+
+    Returns:
+        `tuple`: the runs, and for each directory without a run the reason why it is left out.
+
+    Raises:
+        `UserError`: if no directory holds a run that trained.
+    """
+    runs, reasons = [], []
+    for directory in dict.fromkeys(directories):
+        run = read_run(directory)
+        if run.launches and run.log:
+            # A name may be no text in UTF-8.
+            run.name = str(directory).encode(errors="replace").decode()
+            runs.append(run)
+        else:
+            reasons.append(f"{directory} holds no run that has logged something. Pass the --output_dir of a run.")
+    if not runs:
+        raise UserError("\n".join(reasons))
+    return runs, reasons

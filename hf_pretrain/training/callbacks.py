@@ -1,4 +1,4 @@
-"""Callbacks of a run: figures of the log, progress, log lines, and profiler."""
+"""Callbacks of a run: figures of the log, progress, log lines, samples, and profiler."""
 
 import sys
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
+from transformers import PreTrainedModel
 from transformers.trainer_callback import ProgressCallback, TrainerCallback, TrainerState
 from transformers.utils import logging
 
@@ -137,6 +138,55 @@ class LogFileCallback(TrainerCallback):
         if state.is_world_process_zero:
             known = {"max_steps": state.max_steps} if state.max_steps < UNKNOWN_STEPS else {}
             RunDirectory(args.output_dir).write_log((entry | known for entry in entries), anew=anew)
+
+
+class SampleCallback(TrainerCallback):
+    """
+    Generate texts for the same prompts at each evaluation, and print the first one.
+
+    Args:
+        sample (`Callable`): returns pairs of a prompt and the text that a model generates. All ranks call it.
+    """
+
+    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]]):
+        self.sample = sample
+        # Steps, and the prompts and texts of each.
+        self.samples: list[tuple[int, list[tuple[str, str]]]] = []
+
+    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
+        if "eval_runtime" not in metrics:
+            # Only the first of several validation sets has figures with plain names.
+            return
+        texts = self.sample(model)
+        self.samples.append((state.global_step, texts))
+        if state.is_world_process_zero and texts:
+            RunDirectory(args.output_dir).record(samples=self.samples)
+            prompt, text = texts[0]
+            print_step(state, f"{prompt!r} -> {text!r}")
+
+
+class AddedFigures(TrainerCallback):
+    """
+    Add figures to the metrics and the log of each evaluation of the first validation set.
+
+    Args:
+        measure (`Callable`): returns the figures of a model by name. All ranks call it.
+        prints (`bool`): whether to print the figures, too.
+    """
+
+    def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], *, prints: bool = False):
+        self.measure, self.prints = measure, prints
+
+    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
+        # Only the first of several validation sets has figures with plain names.
+        if "eval_runtime" in metrics:
+            figures = self.measure(model)
+            metrics.update(figures)
+            # Trainer has already logged a copy of `metrics`.
+            state.log_history[-1].update(figures)
+            if self.prints and state.is_world_process_zero:
+                pairs = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
+                print_step(state, ", ".join(pairs))
 
 
 class ProfilerCallback(TrainerCallback):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from datasets import Dataset
 from transformers import (
+    GenerationConfig,
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
@@ -29,6 +30,7 @@ from ..run_directory.metrics import NATS
 from ..runtime.command_line import print_result
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
+from ..runtime.named import load_named
 from ..runtime.ranks import Ranks, leave_process_group, on_main_process
 from ..runtime.signals import SignalListener
 from ..runtime.texts import terminal_language
@@ -36,20 +38,19 @@ from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
 from ..weights.model_arguments import ModelArguments
 from .budgets import BUDGETS
-from .callbacks import LogFileCallback, LogLinesCallback, ProfilerCallback, ProgressBarCallback
+from .callbacks import (
+    AddedFigures,
+    LogFileCallback,
+    LogLinesCallback,
+    ProfilerCallback,
+    ProgressBarCallback,
+    SampleCallback,
+)
 from .deepspeed_support import import_deepspeed_late
 from .dry_run import format_plan
 from .optimizers import OPTIMIZERS, describe_own_optimizer
 from .reporting import report
 from .resuming import checkpoint_to_resume, is_resumed
-from .samples import (
-    AddedFigures,
-    SampleCallback,
-    measure_answers,
-    sample_answers,
-    sample_continuations,
-    set_generation_defaults,
-)
 from .settling import TrainerData, check_best_metric, settle, settle_date, settle_dry_run, settle_name
 from .stopping import EarlyStopping
 from .training_arguments import LMTrainingArguments, values_by_name
@@ -239,8 +240,9 @@ def train(
     settle(run, data, model)
     check_best_metric(run, data)
     if data.conversations is not None:
-        measure = partial(measure_answers, tokenizer=data.tokenizer, conversations=data.conversations)
-        run.callbacks.append(AddedFigures(measure))
+        measure = load_named("hf_pretrain.inference.samples:measure_answers")
+        options = {"tokenizer": data.tokenizer, "conversations": data.conversations}
+        run.callbacks.append(AddedFigures(partial(measure, **options)))
     trainer = trainer_class(
         model,
         run=run,
@@ -256,7 +258,8 @@ def train(
         if args.process_index == 0:
             print_result(plan)
         raise SystemExit
-    sample_model = partial(sample, trainer) if sample is not None else _make_sampler(data)
+    make_sampler = load_named("hf_pretrain.inference.samples:make_sampler")
+    sample_model = make_sampler(data) if sample is None else partial(sample, trainer)
     metrics, samples = train_and_evaluate(trainer, checkpoint=run.checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
     if facts.recipe == "pretrain" and data.first_eval is not None and isinstance(data.train, Dataset):
@@ -325,7 +328,7 @@ def train_and_evaluate(
     """
     samples = SampleCallback(sample) if sample is not None else None
     _set_callbacks(trainer, *([samples] if samples is not None else []))
-    set_generation_defaults(trainer)
+    _set_generation_defaults(trainer)
     if trainer.args.process_index == 0:
         run, facts = trainer.run, trainer.run.facts
         # `recipes/chat.py` continues text with a model that was only pretrained.
@@ -351,6 +354,25 @@ def train_and_evaluate(
     return metrics, samples.samples[-1][1] if samples.samples else samples.sample(trainer.model)
 
 
+def _set_generation_defaults(trainer: "RunTrainer") -> None:
+    """
+    Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
+    `inference.terminal_chat` recognises base models by it.
+    """
+    model, data_kind = base_model_of(trainer.model), trainer.run.facts.data_kind
+    if not model.can_generate():
+        return
+    if data_kind == "text":
+        # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.do_sample = False
+    # Every other training turns a base model into a chat model, and a chat model keeps its own defaults. Without a
+    # record of its training, a model that does not sample counts as a base model.
+    elif (samples := model.generation_config.do_sample) is False or samples is None and data_kind == "conversations":
+        # Servers respect the temperature of a request only if sampling is on.
+        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
+
+
 def _last_evaluation(trainer: "RunTrainer") -> dict[str, float]:
     """Return the validation metrics of the current weights, or an empty `dict` if their step was not evaluated."""
     state = trainer.state
@@ -360,13 +382,3 @@ def _last_evaluation(trainer: "RunTrainer") -> dict[str, float]:
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
     # Each of several validation sets has an entry.
     return {key: value for entry in entries for key, value in entry.items() if key.startswith("eval_")}
-
-
-def _make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:
-    """Return a function that samples answers or continuations of the validation set; `None` without such texts."""
-    if data.conversations is not None:
-        return partial(sample_answers, tokenizer=data.tokenizer, conversations=data.conversations)
-    # Only packed sequences have a collator.
-    if data.first_eval is not None and data.collator is not None:
-        return partial(sample_continuations, tokenizer=data.tokenizer, eval_rows=data.first_eval)
-    return None

@@ -30,10 +30,10 @@ from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
 from .budgets import UNKNOWN_STEPS, token_budget
+from .callbacks import AddedFigures
 from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args
 from .micro_batch import choose_micro_batch
-from .samples import AddedFigures
 from .training_arguments import LMTrainingArguments, default_learning_rate
 
 

@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..checkpoints.directory import newest_checkpoint
 from ..model.loss import prediction_weights
-from ..run_directory.directory import SPIKES_NAME
-from ..run_directory.reading import read_entries
+from ..run_directory.directory import SPIKES_NAME, read_entries
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of

@@ -24,8 +24,8 @@ from matplotlib.axes import Axes
 from hf_pretrain.board import launching, runs, serving
 from hf_pretrain.board import page as board_page
 from hf_pretrain.reports.page import draw_charts, write_page
-from hf_pretrain.run_directory.directory import LOG_NAME, OUTPUT_NAME, RECORD_NAME, RunDirectory, read_runs
-from hf_pretrain.run_directory.history import RunHistory
+from hf_pretrain.run_directory.directory import LOG_NAME, OUTPUT_NAME, RECORD_NAME
+from hf_pretrain.run_directory.history import RunHistory, read_run, read_runs
 from hf_pretrain.runtime.texts import preferred_language
 from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
 from tests.faults.driving import command as toy_command
@@ -667,7 +667,7 @@ def test_a_log_is_read_from_where_it_has_grown(tmp_path):
     def write(*steps: int, mode: str = "a", end: str = "\n") -> list[int]:
         with log.open(mode) as file:
             file.write("\n".join(json.dumps(STEP | {"step": step}) for step in steps) + end)
-        return [entry["step"] for entry in RunDirectory(tmp_path).read().log]
+        return [entry["step"] for entry in read_run(tmp_path).log]
 
     assert write(*range(40)) == [*range(40)]
     # The beginning is not read again.

@@ -13,8 +13,8 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from hf_pretrain.reports.page import find_differences, write_page
-from hf_pretrain.run_directory.directory import RECORD_NAME, RunDirectory, read_runs
-from hf_pretrain.run_directory.history import RunHistory
+from hf_pretrain.run_directory.directory import RECORD_NAME
+from hf_pretrain.run_directory.history import RunHistory, read_run, read_runs
 from hf_pretrain.runtime.errors import UserError
 from tests.invariants.launching import ROOT
 
@@ -45,7 +45,7 @@ def write_run(directory: Path, *, learning_rate: float = 1e-3) -> RunHistory:
         if step % 10 == 0:
             log.append({"eval_loss": 7 / step**0.5} | seen)
     (directory / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-    return RunDirectory(directory).read()
+    return read_run(directory)
 
 
 def open_page(page: Page, path: Path) -> list[str]:
@@ -249,7 +249,7 @@ def test_the_newest_log_is_read(tmp_path):
         (tmp_path / name / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": number}]}))
         os.utime(tmp_path / name / "trainer_state.json", (number, number))
     # A run that resumed from step 2 has not reached step 4 again.
-    assert RunDirectory(tmp_path).read().log == [{"step": 2}]
+    assert read_run(tmp_path).log == [{"step": 2}]
 
 
 def test_directories_without_a_run_are_left_out(tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.data.preference_pairs import prepare_pairs
-from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
@@ -241,7 +241,7 @@ def test_the_recipe_trains_an_adapter_and_reports_it(build_model, tokenizer, tmp
     first = next(entry["loss"] for entry in history if "loss" in entry)
     assert first == pytest.approx(math.log(2), abs=1e-6)
     # Each evaluation answers the same questions, and the page has the loss of the algorithm, the memory and the time.
-    run = RunDirectory(tmp_path / "run").read()
+    run = read_run(tmp_path / "run")
     questions = [[question for question, _ in answers] for answers in run.samples.values()]
     assert set(run.samples) == {0, 1, 2} and questions[0] == questions[1] == questions[2]
     assert set(questions[0]) <= {prompt for prompt, *_ in TEXTS}

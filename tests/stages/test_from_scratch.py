@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.run_directory.directory import RunDirectory
-from hf_pretrain.run_directory.history import RunHistory
+from hf_pretrain.run_directory.history import RunHistory, read_run
 from hf_pretrain.stages import from_scratch
 from hf_pretrain.stages.from_scratch import Budget
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
@@ -146,7 +145,7 @@ def test_a_killed_run_goes_on_and_ends_with_a_page_and_a_chat_model(tmp_path):
     assert second.returncode == 0, second.stdout
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     assert 20 < used < plan["used_seconds"] and plan["flags"].keys() == {"pretrain", "sft"}
-    base, chat = (RunDirectory(tmp_path / "out" / stage).read() for stage in ("pretrain", "sft"))
+    base, chat = (read_run(tmp_path / "out" / stage) for stage in ("pretrain", "sft"))
     assert [launch["resumed_from"] is None for launch in base.launches] == [True, False]
     # The rate of the last step depends on how long the step before it took; the schedule reached its end.
     rates = [run.series("learning_rate")[1] for run in (base, chat)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.tools import calculator
-from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages import reinforcement
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import agent_reward
@@ -349,7 +349,7 @@ def test_the_recipe_saves_pushes_and_reports(workspace):
     assert f"Mean reward        {held_out:.4f}" in whole.stdout and "Validation loss" not in whole.stdout
     # A generation batch of four completions has two prompts.
     assert whole.stdout.count("Sample ") == 2
-    recorded = RunDirectory(run).read()
+    recorded = read_run(run)
     samples = list(recorded.samples.values())[-1]
     assert len(samples) == 2 and all(re.fullmatch(r"What is \d+ \+ 30\?", question) for question, _ in samples)
     page = (run / "report.html").read_text(encoding="utf-8")

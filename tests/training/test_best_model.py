@@ -10,8 +10,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.training.callbacks import AddedFigures
 from hf_pretrain.training.run import train_and_evaluate
-from hf_pretrain.training.samples import AddedFigures
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.trainers import make_documents, make_trainer
 

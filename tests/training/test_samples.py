@@ -6,10 +6,11 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.inference.samples import choose_questions, sample_answers
+from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.callbacks import AddedFigures
 from hf_pretrain.training.run import train_and_evaluate
-from hf_pretrain.training.samples import AddedFigures, choose_questions, sample_answers
 from tests.toys import toy_model
 from tests.trainers import make_documents, make_model, make_trainer
 
@@ -41,7 +42,7 @@ def test_samples_do_not_change_the_training(tmp_path, capsys):
     (numbers, weights, none), (others, other_weights, samples) = found
     assert numbers == others and all(torch.equal(weights[name], other_weights[name]) for name in weights)
     assert none == [] and samples[0][0] == "once"
-    kept = RunDirectory(tmp_path / "1").read().samples
+    kept = read_run(tmp_path / "1").samples
     assert list(kept) == [2, 4, 6] and kept[6] == [list(samples[0])]
     assert "step 6/6: 'once' -> " in capsys.readouterr().out
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hf_pretrain.inference.samples import answer_figures, choose_questions, generate, measure_answers
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.run_directory.history import RunHistory
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.callbacks import AddedFigures
 from hf_pretrain.training.run import train_and_evaluate
-from hf_pretrain.training.samples import AddedFigures, answer_figures, choose_questions, generate, measure_answers
 from tests.toys import toy_model
 from tests.trainers import make_documents, make_model, make_trainer
 

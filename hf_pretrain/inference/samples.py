@@ -1,31 +1,23 @@
-"""
-Texts that a model generates during its training: continuations and answers for the log, and measures of its answers.
-"""
+"""Texts that show what a model learnt: continuations and answers for the log, and measures of its answers."""
 
 import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import chain
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_callback import TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.preparation import PreparedData
 from ..data.unigram import tokens_and_starts
-from ..run_directory.directory import RunDirectory
 from ..tokenizer.control_tokens import encode_prompt
-from ..weights.adapters import base_model_of
 from ..weights.foreign_configs import DEFAULT_SAMPLING
-from .callbacks import print_step
-
-
-if TYPE_CHECKING:
-    from .base_trainer import RunTrainer
 
 
 # Answers that an evaluation of a chat model measures, and their tokens.
@@ -34,6 +26,16 @@ MAX_TOKENS = 64
 # Greedy search ignores three of these, and transformers warns about a chat model's own values. Without the last one,
 # figures would depend on a model's own penalty.
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
+
+
+def make_sampler(data: PreparedData) -> Callable[[PreTrainedModel], list[tuple[str, str]]] | None:
+    """Return a function that samples answers or continuations of the validation set; `None` without such texts."""
+    if data.conversations is not None:
+        return partial(sample_answers, tokenizer=data.tokenizer, conversations=data.conversations)
+    # Only packed sequences have a collator.
+    if data.first_eval is not None and data.collator is not None:
+        return partial(sample_continuations, tokenizer=data.tokenizer, eval_rows=data.first_eval)
+    return None
 
 
 def sample_continuations(
@@ -188,71 +190,3 @@ def measure_answers(
     prompts = [prompt for _, prompt in choose_questions(tokenizer, conversations, NUM_ANSWERS)]
     answers = generate(model, tokenizer, prompts, max_new_tokens=MAX_TOKENS, **GREEDY)
     return answer_figures(answers, stop_tokens=stop_tokens_of(model))
-
-
-class SampleCallback(TrainerCallback):
-    """
-    Generate texts for the same prompts at each evaluation, and print the first one.
-
-    Args:
-        sample (`Callable`): returns pairs of a prompt and the text that a model generates. All ranks call it.
-    """
-
-    def __init__(self, sample: Callable[[PreTrainedModel], list[tuple[str, str]]]):
-        self.sample = sample
-        # Steps, and the prompts and texts of each.
-        self.samples: list[tuple[int, list[tuple[str, str]]]] = []
-
-    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
-        if "eval_runtime" not in metrics:
-            # Only the first of several validation sets has figures with plain names.
-            return
-        texts = self.sample(model)
-        self.samples.append((state.global_step, texts))
-        if state.is_world_process_zero and texts:
-            RunDirectory(args.output_dir).record(samples=self.samples)
-            prompt, text = texts[0]
-            print_step(state, f"{prompt!r} -> {text!r}")
-
-
-class AddedFigures(TrainerCallback):
-    """
-    Add figures to the metrics and the log of each evaluation of the first validation set.
-
-    Args:
-        measure (`Callable`): returns the figures of a model by name. All ranks call it.
-        prints (`bool`): whether to print the figures, too.
-    """
-
-    def __init__(self, measure: Callable[[PreTrainedModel], dict[str, float]], *, prints: bool = False):
-        self.measure, self.prints = measure, prints
-
-    def on_evaluate(self, args, state, control, model=None, metrics=None, **kwargs):
-        # Only the first of several validation sets has figures with plain names.
-        if "eval_runtime" in metrics:
-            figures = self.measure(model)
-            metrics.update(figures)
-            # Trainer has already logged a copy of `metrics`.
-            state.log_history[-1].update(figures)
-            if self.prints and state.is_world_process_zero:
-                pairs = (f"{name.removeprefix('eval_')} {value:.4f}" for name, value in figures.items())
-                print_step(state, ", ".join(pairs))
-
-
-def set_generation_defaults(trainer: "RunTrainer") -> None:
-    """
-    Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
-    `inference.terminal_chat` recognises base models by it.
-    """
-    model, data_kind = base_model_of(trainer.model), trainer.run.facts.data_kind
-    if not model.can_generate():
-        return
-    if data_kind == "text":
-        # Begin anew: transformers refuses to save settings of the sampling, such as those of a chat model, without it.
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.generation_config.do_sample = False
-    # Every other training turns a base model into a chat model, and a chat model keeps its own defaults. Without a
-    # record of its training, a model that does not sample counts as a base model.
-    elif (samples := model.generation_config.do_sample) is False or samples is None and data_kind == "conversations":
-        # Servers respect the temperature of a request only if sampling is on.
-        model.generation_config.update(do_sample=True, temperature=0.8, top_p=0.9)
