@@ -1,4 +1,4 @@
 """
 The Hugging Face Hub: model cards, the list of files that may be published, and pushes.
-`training` decides when to push.
+`training` decides when to push, and names the parts that do it.
 """

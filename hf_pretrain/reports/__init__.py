@@ -1,3 +1,1 @@
-"""
-The metrics and the files of a run, the page of one or several runs, which needs no network, and the texts in Chinese.
-"""
+"""The text at the end of a run, and the page of one or several runs, which needs no network."""
