@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from hf_pretrain.training.minimind_flags import TABLE
+from hf_pretrain.runtime.minimind_flags import TABLE
 
 
 # What `minimind_flags.py` does with the flags that MiniMind splits.

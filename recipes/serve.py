@@ -29,11 +29,11 @@ from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.devices import refuse_unused_gpu
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.minimind_flags import translate_minimind
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.texts import LANGUAGES
 from hf_pretrain.tokenizer.control_tokens import check_chat_template, thinking_variables
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.training.minimind_flags import translate_minimind
 
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.

@@ -22,10 +22,10 @@ import hf_pretrain_cli
 from hf_pretrain.reports.end_report import format_report, next_commands
 from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.run_directory.metrics import HEADLINES
+from hf_pretrain.runtime.minimind_flags import translate_minimind
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.runtime.stages import STAGES
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.minimind_flags import translate_minimind
 from hf_pretrain.weights.exporting import export
 from tests.invariants.launching import ROOT, free_port, start
 from tests.toys import toy_model, write_jsonl

@@ -24,9 +24,9 @@ import hf_pretrain_cli
 
 from ..run_directory.directory import OUTPUT_NAME, RunDirectory
 from ..runtime.errors import UserError
+from ..runtime.minimind_flags import translate_minimind
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
-from ..training.minimind_flags import translate_minimind
 from ..training.parsing import read_defaults
 from ..weights.model_arguments import choose_preset
 

@@ -200,11 +200,6 @@ class HubPusher:
     _pushes: dict[Future, Path] = field(default_factory=dict)
     _errors: list[str] = field(default_factory=list)
 
-    def create_repository(self, name: str, *, private: bool | None) -> str:
-        """Create the repository of the run as [`create_repository`] does, and return its full id."""
-        self.repo_id = create_repository(name, private=private)
-        return self.repo_id
-
     def push_checkpoint(self, checkpoint: Path) -> None:
         """Push a complete checkpoint in the background. It replaces one that waits for the end of a push."""
         if self.strategy == HubStrategy.END:

@@ -29,10 +29,10 @@ from ..model.presets import PRESETS
 from ..run_directory.directory import RunDirectory
 from ..run_directory.history import RunHistory
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.minimind_flags import translate_minimind
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import written_whole
 from ..training.budgets import whole_model
-from ..training.minimind_flags import translate_minimind
 from ..weights.weight_files import read_json
 
 

@@ -369,7 +369,8 @@ class RunTrainer(Trainer):
         """Create the repository, before training starts. Raise `UserError` if the Hub refuses."""
         if self.is_world_process_zero():
             name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
-            self.hub_model_id = self.pusher.create_repository(name, private=self.args.hub_private_repo)
+            create_repository = load_named("hf_pretrain.hub.pushing:create_repository")
+            self.hub_model_id = self.pusher.repo_id = create_repository(name, private=self.args.hub_private_repo)
 
     def create_model_card(self, **kwargs: Any) -> None:
         """Write the card of a run to `output_dir`. TRL's trainers call this method for each checkpoint."""

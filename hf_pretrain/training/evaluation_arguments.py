@@ -45,7 +45,7 @@ class EvalTaskArguments:
         if data.eval is None:
             raise UserError("--eval_tasks runs with each evaluation, and there is none. Raise --validation_fraction.")
         batch_size = training_args.per_device_eval_batch_size
-        return [load_named("hf_pretrain.evaluation.eval_tasks:EvalTasks")(self, data, batch_size=batch_size)]
+        return [load_named("hf_pretrain.evaluation.lm_eval_tasks:EvalTasks")(self, data, batch_size=batch_size)]
 
 
 @dataclass

@@ -49,7 +49,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     # wins because it comes last.
     typed, unknown = parser.parse_known_args(argv)
     if unknown:
-        argv = load_named("hf_pretrain.training.minimind_flags:translate_minimind")(argv, stage)
+        argv = load_named("hf_pretrain.runtime.minimind_flags:translate_minimind")(argv, stage)
         typed, _ = parser.parse_known_args(argv)
     defaults: list[str] = []
     if "config" in typed:

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from ..runtime.command_line import is_main
-from ..runtime.errors import UserError
+from .command_line import is_main
+from .errors import UserError
 
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
