@@ -1,6 +1,5 @@
 """The checkpoints of an output directory: find the newest, verify, rotate and set aside."""
 
-import shutil
 from pathlib import Path
 
 from transformers import trainer_utils
@@ -9,7 +8,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..runtime.writing import ASIDE
 from ..weights.weight_files import read_json
 from .manifest import MANIFEST_NAME, find_damage
 
@@ -100,12 +98,6 @@ def set_aside(path: Path, why: str = "damaged") -> Path:
         number += 1
     path.rename(aside)
     return aside
-
-
-def remove_leftovers(output_dir: str | Path) -> None:
-    """Delete the unfinished files of a killed run. No save may be in progress in `output_dir`."""
-    for path in Path(output_dir).glob(f"{ASIDE}*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def find_newest_run(directory: str = "out", *, with_adapters: bool = False) -> str:

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.secret_words import hide_secrets
-from ..runtime.writing import LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
+from ..runtime.writing import ASIDE, LOCK_NAME, is_unfinished, release_lock, take_lock, written_whole
 
 
 logger = logging.get_logger(__name__)
@@ -142,9 +142,9 @@ class RunDirectory:
             "`--resume_from_checkpoint auto`. Otherwise choose another directory, or delete this one."
         )
 
-    def remove_pushes(self) -> None:
-        """Delete the unfinished pushes of a killed run. None may be in progress."""
-        for path in self.path.glob(f"{PUSH_PREFIX}*"):
+    def remove_leftovers(self) -> None:
+        """Delete the unfinished saves and pushes of a killed run. None may be in progress."""
+        for path in (*self.path.glob(f"{ASIDE}*"), *self.path.glob(f"{PUSH_PREFIX}*")):
             shutil.rmtree(path, ignore_errors=True)
 
     def record_start(self, **fields: Any) -> None:

@@ -20,7 +20,6 @@ from transformers import (
     set_seed,
 )
 
-from ..checkpoints.directory import remove_leftovers
 from ..data.data_arguments import SourceArguments
 from ..data.preparation import PreparedData
 from ..data.unigram import unigram_loss
@@ -176,8 +175,7 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
 
 def _clear_and_record(run: Run) -> None:
     # An earlier run may have been killed in the middle of a save or a push.
-    run.directory.remove_pushes()
-    remove_leftovers(run.args.output_dir)
+    run.directory.remove_leftovers()
     args = run.args
     settle_name(args, run.directory.launches if run.checkpoint else [])
     run.directory.record_start(
