@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
+from ..runtime.stages import STAGES
 from .metrics import NATS
 
 
@@ -214,7 +215,8 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
     trained = [launch for launch in launches if "recipe" in launch]
     if not trained:
         return None
-    return trained[-1]["recipe"] == "pretrain" or trained[-1].get("arguments", {}).get("dataset_kind") == "text"
+    stage, arguments = STAGES.get(trained[-1]["recipe"]), trained[-1].get("arguments", {})
+    return (stage is not None and stage.trains_on_text) or arguments.get("dataset_kind") == "text"
 
 
 def read_launches(directory: str | Path) -> list[dict[str, Any]]:

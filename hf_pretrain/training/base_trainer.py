@@ -26,8 +26,9 @@ from ..model.loss import MiniMindLMHead
 from ..runtime.command_line import announce
 from ..runtime.devices import compile_modules
 from ..runtime.errors import UserError
+from ..runtime.launchers import launcher
 from ..runtime.ranks import on_main_process
-from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
+from ..runtime.signals import UserCodeExit, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .callbacks import RunFigures, SaveBest

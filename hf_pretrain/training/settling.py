@@ -27,6 +27,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
+from ..runtime.stages import STAGES
 from ..weights.adapters import base_model_of
 from .budgets import UNKNOWN_STEPS, token_budget
 from .deepspeed_support import complete_deepspeed_config
@@ -87,7 +88,7 @@ def showing(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
 def check_best_metric(run: "Run", data: "PreparedData") -> None:
     """Raise `UserError` for a figure that no evaluation would have. TRL's trainers and tasks have others."""
     best = (run.args.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ["loss", "perplexity", "bits_per_byte", *(["kl"] if run.facts.recipe == "distill" else [])]
+    known = ["loss", "perplexity", "bits_per_byte", *STAGES[run.facts.recipe].figures]
     if data.conversations is not None:
         known += ["distinct_2", "repeated_4grams", "ended_answers", "answer_tokens"]
     is_own = best in known or best.startswith(tuple(f"{name}_" for name in data.eval_sets if name))

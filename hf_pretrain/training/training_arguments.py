@@ -21,9 +21,9 @@ from ..runtime.bounds import check_bounds
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
 from ..runtime.errors import UserError
+from ..runtime.launchers import launcher
 from ..runtime.names import check_choices, hint
 from ..runtime.ranks import first_process_first
-from ..runtime.signals import launcher
 from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, refuse_mismatches, turns_on_deepspeed
 from .float8 import check_float8
