@@ -35,7 +35,7 @@ from ..tokenizer.control_tokens import thinking_variables
 from ..training.base_trainer import RunTrainer
 from ..training.resume_check import digest_weights
 from ..training.run import Run
-from ..training.settling import showing
+from ..training.settling import overriding
 from ..training.training_arguments import LMTrainingArguments
 from ..weights.weight_files import read_json
 from .log_probs import replace_heads
@@ -307,7 +307,7 @@ class ReinforcementTrainer(TrlTrainer):
         # With beta = 0, TRL's constructor loads no reference model.
         hidden = {"beta": 0.0, "sync_ref_model": False} if needs_reference else {}
         # TRL checks some flags only now.
-        with as_user_errors(), showing(args, **hidden):
+        with as_user_errors(), overriding(args, **hidden):
             super().__init__(model, run=run, **kwargs)
         self.beta = args.beta
         run.kept.append(KeptGeneration())

@@ -40,7 +40,7 @@ from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
 from .resume_check import check_resume, describe_run, digest_fixed_weights, restore_best
 from .run import Run, check_callbacks
 from .run_directory import checkpoint_to_resume
-from .settling import showing
+from .settling import overriding
 from .spikes import Rewound
 from .step_loss import FiniteCheck
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop, restore_endings
@@ -73,7 +73,7 @@ class RunTrainer(Trainer):
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `trainer_state.py` saves
         # it. Trainer would also create the repository, which `HubPusher` does.
         only_model = args.save_only_model or model.is_distributed_loading_by_transformers
-        with showing(args, save_only_model=only_model, push_to_hub=False):
+        with overriding(args, save_only_model=only_model, push_to_hub=False):
             super().__init__(model, args=args, **kwargs)
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -137,7 +137,7 @@ class RunTrainer(Trainer):
         # Only here is the number of steps known.
         budget = self.time_budget
         num_training_steps = num_training_steps if budget is None else PARTS_OF_TIME
-        with showing(self.args, lr_scheduler_kwargs=complete_schedule(self.args, num_training_steps)):
+        with overriding(self.args, lr_scheduler_kwargs=complete_schedule(self.args, num_training_steps)):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The state of a checkpoint replaces their settings.
         self._new_groups = [dict(group) for group in (optimizer or self.optimizer).param_groups]
@@ -159,7 +159,7 @@ class RunTrainer(Trainer):
         collator = self.data_collator
         self.data_collator = source.collator or collator
         # The flag is about training. An evaluation covers the whole set.
-        with showing(self.args, dataloader_drop_last=self.args.dataloader_drop_last and is_training):
+        with overriding(self.args, dataloader_drop_last=self.args.dataloader_drop_last and is_training):
             loader = super()._get_dataloader(
                 source.dataset, description, source.batch_size, source.sampler_fn, is_training, **kwargs
             )
@@ -187,7 +187,7 @@ class RunTrainer(Trainer):
                     evaluates = self.args.eval_on_start and self._checkpoint is None
                     try:
                         # The caller saves the model, and only `push_to_hub` waits for the pushes of checkpoints.
-                        with showing(self.args, eval_on_start=evaluates):
+                        with overriding(self.args, eval_on_start=evaluates):
                             return super().train(self._checkpoint, trial, *args, **kwargs)
                     except Rewound as rewound:
                         self._checkpoint = rewound.checkpoint
@@ -294,7 +294,7 @@ class RunTrainer(Trainer):
         target = checkpoint_path(self.args.output_dir, self.state.global_step)
         with self.figures.throughput.paused():
             with self.writer.writing_checkpoint(target, self._description) as source:
-                with showing(self.args, output_dir=str(source.parent), push_to_hub=False):
+                with overriding(self.args, output_dir=str(source.parent), push_to_hub=False):
                     super()._save_checkpoint(model, trial)
                 for part in () if self.args.save_only_model else self.run.kept:
                     part.save(self, source)

@@ -3,7 +3,7 @@ The values of arguments that depend on the data or the model. Once a run's argum
 module assigns to one.
 
 [`settle`] fixes them in a visible order, once data and model exist. Where a library must see another value for a
-moment, the caller enters [`showing`].
+moment, the caller enters [`overriding`].
 """
 
 import atexit
@@ -63,7 +63,7 @@ class TrainerData(NamedTuple):
 
 
 @contextmanager
-def showing(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
+def overriding(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
     """
     Let a library see other values of arguments within the block:
 
