@@ -41,7 +41,6 @@ from .resume_check import check_resume, describe_run, digest_fixed_weights, rest
 from .run import Run, check_callbacks
 from .run_directory import checkpoint_to_resume
 from .settling import overriding
-from .spikes import Rewound
 from .step_loss import FiniteCheck
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop, restore_endings
 from .trainer_state import keeps_state_on_disk, load_state, load_weights, save_state
@@ -102,9 +101,8 @@ class RunTrainer(Trainer):
         )
         if run.pushes:
             self._create_repository()
-        # DeepSpeed's norm is on the host already, and a spike must be known before its update or checkpoint.
-        is_late = args.device.type == "cuda" and not self.is_deepspeed_enabled
-        is_late &= not (args.skip_spikes or args.rewind_spikes)
+        # DeepSpeed's norm is on the host already, and a spike must be known before its update.
+        is_late = args.device.type == "cuda" and not self.is_deepspeed_enabled and not args.skip_spikes
         self.finite_check = FiniteCheck(
             run.ranks, is_late=is_late, end=lambda what, step: end_nonfinite_run(self, what, step)
         )
@@ -181,32 +179,18 @@ class RunTrainer(Trainer):
         watch_launcher(launcher())
         with self.run.signals.listening():
             self._describe_run(resume_from_checkpoint)
+            # The run that wrote a checkpoint has evaluated before its first step.
+            evaluates = self.args.eval_on_start and self._checkpoint is None
             with self.run.directory.locked():
-                while True:
-                    # The run that wrote a checkpoint has evaluated before its first step.
-                    evaluates = self.args.eval_on_start and self._checkpoint is None
-                    try:
-                        # The caller saves the model, and only `push_to_hub` waits for the pushes of checkpoints.
-                        with overriding(self.args, eval_on_start=evaluates):
-                            return super().train(self._checkpoint, trial, *args, **kwargs)
-                    except Rewound as rewound:
-                        self._checkpoint = rewound.checkpoint
-                        self._prepare_again()
-                    except RunStopped as stopped:
-                        end_stopped_run(self, stopped.number)
-                    except (Exception, UserCodeExit) as error:
-                        record_stop(self, repr(error))
-                        raise
-
-    def _prepare_again(self) -> None:
-        """Forget what `_prepare_for_training` made, so that the next call of `train` makes it again."""
-        if self.is_deepspeed_enabled:
-            # Its hooks on the model would keep its memory.
-            self.model_wrapped.destroy()
-            self.model_wrapped.module_forward_pre_hook.remove()
-            self.model_wrapped.module_forward_post_hook.remove()
-            self.model_wrapped = self.model
-        self.optimizer = self.lr_scheduler = None
+                try:
+                    # The caller saves the model, and only `push_to_hub` waits for the pushes of checkpoints.
+                    with overriding(self.args, eval_on_start=evaluates):
+                        return super().train(self._checkpoint, trial, *args, **kwargs)
+                except RunStopped as stopped:
+                    end_stopped_run(self, stopped.number)
+                except (Exception, UserCodeExit) as error:
+                    record_stop(self, repr(error))
+                    raise
 
     def _describe_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
