@@ -30,22 +30,23 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 # A wheel holds the recipes and the DeepSpeed configs inside the package, a checkout beside it.
 _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
-STAGES = tuple(runpy.run_path(str(_HERE / "hf_pretrain/runtime/stages.py"))["STAGES"])
-_hide_secrets = runpy.run_path(str(_HERE / "hf_pretrain/runtime/secret_words.py"))["hide_secrets"]
-_TEXTS = runpy.run_path(str(_HERE / "hf_pretrain/runtime/texts.py"))
+_STAGES, _LAUNCHERS, _SECRETS, _TEXTS = (
+    runpy.run_path(str(_HERE / f"hf_pretrain/{name}.py"))
+    for name in ("runtime/stages", "runtime/launchers", "runtime/secret_words", "runtime/texts")
+)
+STAGES, LAUNCHED, LAUNCHERS = tuple(_STAGES["STAGES"]), _STAGES["LAUNCHED"], _LAUNCHERS["LAUNCHERS"]
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
 COMMANDS = (*STAGES, *TOOLS, "list", "completion")
-# Recipes that can run as several processes.
-LAUNCHED = (*STAGES, "evaluate")
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
 
@@ -72,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hf-pretrain STAGE", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     flags = parser.add_argument_group("Processes and launcher (training stages and evaluate)")
     flags.add_argument("--nproc", type=int, help="Number of processes; by default one per GPU, or one in all.")
-    flags.add_argument("--launcher", choices=("torchrun", "deepspeed", "accelerate"), help="By default torchrun.")
+    flags.add_argument("--launcher", choices=tuple(LAUNCHERS), help="By default torchrun.")
     flags.add_argument(
         "--ds",
         choices=DS_CONFIGS,
@@ -117,23 +118,15 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         return {}, [_shorten(Path(sys.executable)), recipe, *words]
     args, rest = make_parser().parse_known_args(words)
     flags = _read_recipe_flags(rest)
-    args.launcher = _choose_launcher(args, flags)
+    launcher, defaults = _choose_launcher(args, flags), LAUNCHED[stage]
     gpus = [] if flags.use_cpu else find_gpus()
-    # lm-eval's tasks, which many evaluations run, need a single process.
-    default = 1 if stage == "evaluate" else len(gpus) or 1
-    nproc = default if args.nproc is None else args.nproc
+    nproc = (defaults.num_processes or len(gpus) or 1) if args.nproc is None else args.nproc
     if nproc < 1 or (gpus and nproc > len(gpus)):
         fail(f"--nproc {nproc} is not possible: start at least one process, and at most one per GPU ({len(gpus)}).")
-    environment = _launch_environment(args.launcher, nproc, gpus)
-    if args.launcher == "deepspeed":
-        if flags.use_cpu:
-            # DeepSpeed warns if it has to find out that there is no GPU.
-            environment["DS_ACCELERATOR"] = "cpu"
-        if args.ds or not (flags.deepspeed or flags.config):
-            # transformers evaluates only under ZeRO-3.
-            config = args.ds or ("zero3" if stage == "evaluate" else "zero2")
-            rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{config}.json")]
-    return environment, [*_launch(args, nproc, gpus, flags.log_level), recipe, *rest]
+    environment = _launch_environment(launcher, nproc, gpus) | (launcher.cpu_environment if flags.use_cpu else {})
+    if launcher.config == "ds" and (args.ds or not (flags.deepspeed or flags.config)):
+        rest += ["--deepspeed", _shorten(FILES / f"ds_configs/{args.ds or defaults.ds_config}.json")]
+    return environment, [*_launch(launcher, args, nproc, gpus, flags.log_level), recipe, *rest]
 
 
 def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
@@ -148,26 +141,28 @@ def _read_recipe_flags(words: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(words)[0]
 
 
-def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> str:
+def _choose_launcher(args: argparse.Namespace, flags: argparse.Namespace) -> Any:
     """Return the launcher that the flags name or imply. Refuse flags that have no effect."""
-    launcher = args.launcher or ("deepspeed" if args.ds else "accelerate" if args.accelerate else "torchrun")
-    if args.ds and (launcher != "deepspeed" or flags.deepspeed):
+    implied = [name for name, each in LAUNCHERS.items() if each.config and vars(args)[each.config]]
+    name = args.launcher or [*implied, "torchrun"][0]
+    launcher = LAUNCHERS[name]
+    if args.ds and (launcher.config != "ds" or flags.deepspeed):
         fail(f"--ds {args.ds} needs the launcher deepspeed, and no --deepspeed. Leave one of the flags out.")
-    if args.accelerate and launcher != "accelerate":
-        fail(f"--accelerate {args.accelerate} has no effect with {launcher}. Leave one of the flags out.")
+    if args.accelerate and launcher.config != "accelerate":
+        fail(f"--accelerate {args.accelerate} has no effect with {name}. Leave one of the flags out.")
     return launcher
 
 
-def _launch_environment(launcher: str, nproc: int, gpus: list[str]) -> dict[str, str]:
+def _launch_environment(launcher: Any, nproc: int, gpus: list[str]) -> dict[str, str]:
     """Return the environment variables that assign GPUs or cores to the processes."""
     # torch has no libuv on Windows, and its launcher asks for it by default.
     environment = {"USE_LIBUV": "0"} if os.name == "nt" and nproc > 1 else {}
-    if gpus and launcher != "deepspeed":
+    if gpus and "{devices}" not in launcher.words:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:nproc])
     if not gpus and nproc > 1:
         # On CPUs, DeepSpeed takes the number of devices from LOCAL_SIZE.
         environment["LOCAL_SIZE"] = str(nproc)
-    if nproc > 1 and (not gpus or launcher == "torchrun"):
+    if nproc > 1 and (not gpus or launcher.limits_threads):
         # On GPUs, this is torchrun's own choice, of which it would print four lines.
         threads = 1 if gpus else max(1, (os.cpu_count() or 1) // nproc)
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
@@ -190,34 +185,31 @@ def _shorten(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def _launch(args: argparse.Namespace, nproc: int, gpus: list[str], log_level: str | None) -> list[str]:
+def _launch(launcher: Any, args: argparse.Namespace, nproc: int, gpus: list[str], log_level: str | None) -> list[str]:
     """Return the words of the command before the recipe."""
-    if args.launcher == "torchrun" and nproc == 1:
+    if launcher.is_optional and nproc == 1:
         return [_shorten(Path(sys.executable))]
     # The programs lie beside Python or, after `pip install --user`, beside this command.
     places = [str(Path(program).absolute().parent) for program in (sys.executable, sys.argv[0])]
-    found = shutil.which(args.launcher, path=os.pathsep.join(places))
+    program = launcher.command.split()[0]
+    found = shutil.which(program, path=os.pathsep.join(places))
     if found is None:
-        fail(f"{args.launcher} is not installed. DeepSpeed supports Linux only; elsewhere, use torchrun.")
-    program = _shorten(Path(found))
-    if args.launcher == "torchrun":
-        # By itself, torchrun stops at a hangup under `nohup`, too.
-        is_nohup = os.name == "posix" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        words = ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"] if is_nohup else []
-        return [program, "--standalone", *words, "--nproc_per_node", str(nproc)]
-    port = str(args.master_port or _free_port())
-    if args.launcher == "deepspeed":
-        # DeepSpeed ignores CUDA_VISIBLE_DEVICES if it gets --include, so the GPUs go into the include list.
-        devices = ",".join(gpus[:nproc] if gpus else map(str, range(nproc)))
-        # Otherwise DeepSpeed describes every process that it starts. Its errors still appear.
-        quiet = [] if log_level in ("info", "debug") else ["--quiet"]
-        return [program, *quiet, "--include", f"localhost:{devices}", "--master_port", port]
+        fail(f"{program} is not installed. DeepSpeed supports Linux only; elsewhere, use torchrun.")
+    # By itself, torchrun stops at a hangup under `nohup`, too.
+    is_nohup = os.name == "posix" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     config = args.accelerate or "ddp"
-    words = [program, "launch", "--config_file", _shorten(RECIPES / f"accelerate_configs/{config}.yaml")]
-    if config.startswith("zero"):
+    values = {
+        "signals": "SIGTERM,SIGINT,SIGQUIT" if is_nohup else None,
+        "nproc": nproc,
+        "devices": ",".join(gpus[:nproc] if gpus else map(str, range(nproc))),
+        "port": args.master_port or _free_port(),
+        # Otherwise DeepSpeed describes every process that it starts. Its errors still appear.
+        "quiet": None if log_level in ("info", "debug") else "--quiet",
+        "config": _shorten(RECIPES / f"accelerate_configs/{config}.yaml"),
         # The path in the file holds for the directory of the repository only.
-        words += ["--deepspeed_config_file", _shorten(FILES / f"ds_configs/{config}.json")]
-    return [*words, "--num_processes", str(nproc), "--main_process_port", port]
+        "deepspeed": _shorten(FILES / f"ds_configs/{config}.json") if config.startswith("zero") else None,
+    }
+    return [_shorten(Path(found)), *launcher.write(values)]
 
 
 def _free_port() -> int:
@@ -228,10 +220,11 @@ def _free_port() -> int:
 def start(command: list[str], environment: dict[str, str]) -> NoReturn:
     """Replace this process by a command, or run its launcher in this process."""
     # On Windows, the programs end with .exe.
-    if Path(command[0]).stem in ("torchrun", "accelerate"):
+    mains = {each.command.split()[0]: each.main for each in LAUNCHERS.values()}
+    if module := mains.get(Path(command[0]).stem):
         # The launchers read their own variables, and those of torch, when they are imported.
         os.environ.update(environment)
-        raise SystemExit(_run_launcher(command))
+        raise SystemExit(_run_launcher(module, command))
     if os.name == "nt":
         # Windows cannot replace a process: `os.execve` ends this one at once with status 0, while the command runs on.
         # Ctrl-C reaches both processes, and the command decides when it stops.
@@ -240,13 +233,12 @@ def start(command: list[str], environment: dict[str, str]) -> NoReturn:
     os.execve(command[0], command, environment)
 
 
-def _run_launcher(command: list[str]) -> int:
+def _run_launcher(module: str, command: list[str]) -> int:
     """
-    Run torchrun or accelerate, and return the exit status of the rank that ended first with an error.
+    Run the `main` of a module, and return the exit status of the rank that ended first with an error.
 
     The programs of these launchers return 1 and print a traceback of their own, which hides the message of the rank.
     """
-    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -254,13 +246,8 @@ def _run_launcher(command: list[str]) -> int:
     for part in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{part}").disabled = True
     try:
-        if Path(command[0]).stem == "torchrun":
-            torchrun.main(command[1:])
-        else:
-            from accelerate.commands.accelerate_cli import main as accelerate
-
-            sys.argv = command
-            accelerate()
+        sys.argv = command
+        import_module(module).main()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -369,7 +356,7 @@ def _run() -> None:
         environment, command = make_command(stage, words)
         # A shell takes a quoted `NAME=value` for a command, so quote only the value.
         assignments = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        printed = " ".join([*assignments, shlex.join(_hide_secrets(command))])
+        printed = " ".join([*assignments, shlex.join(_SECRETS["hide_secrets"](command))])
         say(f"$ {printed}")
         # The launchers find Python through PATH. The record of the run keeps the command.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"

@@ -104,8 +104,8 @@ def main(
     term_args: UnlikelihoodArguments,
     training_args: SFTTrainingArguments,
 ) -> None:
-    method = "fine-tuning on conversations with sequence-level unlikelihood"
-    run = begin_run("sft", training_args, model_args, data_args, term_args, method=method)
+    run = begin_run("sft", training_args, model_args, data_args, term_args)
+    run.facts.method += " with sequence-level unlikelihood"
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     rows = load_rows(data_args, training_args, tokenizer)
     name, term = model_args.model_name_or_path, None

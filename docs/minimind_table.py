@@ -54,6 +54,8 @@ def rows() -> Iterator[str]:
     for stage, rules in ((stage, rules) for stage, rules in TABLE.items() if stage != "otherwise"):
         groups: dict[str, list[str]] = {}
         for flag, rule in rules.items():
+            if rule == "refused":
+                continue
             if stage == "refused":
                 text = "refused: " + re.sub(r"--\w+( rloo)?", r"`\g<0>`", rule)
                 flag = f"{flag}` of `grpo" if flag in TABLE["all"] else flag

@@ -35,8 +35,8 @@ def main(
     data_args: ChatArguments,
     training_args: DistillationTrainingArguments,
 ):
-    method = f"distillation from {Path(distillation_args.teacher_name_or_path).name}"
-    run = begin_run("distill", training_args, model_args, adapter_args, distillation_args, data_args, method=method)
+    teacher = Path(distillation_args.teacher_name_or_path).name
+    run = begin_run("distill", training_args, model_args, adapter_args, distillation_args, data_args, detail=teacher)
     # A student with random weights gets the teacher's tokenizer.
     tokenizer = model_args.load_tokenizer(run.checkpoint, other=distillation_args.teacher_name_or_path)
     # Load the teacher before preparing the data, so that a different vocabulary is reported at once.

@@ -35,9 +35,7 @@ def main(
     data_args: SourceArguments,
     training_args: DPOTrainingArguments,
 ):
-    # A preference loss is not comparable with a cross-entropy in nats per token.
-    how = {"method": "tuning on preferences (DPO)", "loss_unit": "DPO"}
-    run = begin_run("dpo", training_args, model_args, adapter_args, data_args, **how)
+    run = begin_run("dpo", training_args, model_args, adapter_args, data_args)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     pairs = load_rows(data_args, training_args, tokenizer)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)

@@ -40,7 +40,7 @@ def main(
     tools = load_tools(task_args.tools)
     # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
     # The losses of these algorithms have no unit.
-    how = {"method": f"reinforcement ({training_args.method})", "loss_unit": training_args.algorithm.upper()}
+    how = {"detail": training_args.method, "loss_unit": training_args.algorithm.upper()}
     run = begin_run("grpo", training_args, model_args, adapter_args, task_args, **how)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)

@@ -37,7 +37,7 @@ def main(
     training_args: LMTrainingArguments,
 ):
     # Lock the output directory, find the checkpoint to resume from, if any, and seed.
-    run = begin_run("pretrain", training_args, model_args, adapter_args, data_args, task_args, method="pretraining")
+    run = begin_run("pretrain", training_args, model_args, adapter_args, data_args, task_args)
 
     # The run trains a tokenizer only if no flag names one, and neither a checkpoint nor a model brings one.
     train_tokenizer = partial(load_or_train_tokenizer, vocab_size=model_args.vocab_size)

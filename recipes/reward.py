@@ -31,9 +31,7 @@ ARGUMENTS = (ModelArguments, SourceArguments, RewardTrainingArguments)
 
 
 def main(model_args: ModelArguments, data_args: SourceArguments, training_args: RewardTrainingArguments):
-    # The loss of a pair is not comparable with a cross-entropy in nats per token.
-    how = {"method": "training of a reward model", "loss_unit": "per pair"}
-    run = begin_run("reward", training_args, model_args, data_args, **how)
+    run = begin_run("reward", training_args, model_args, data_args)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     pairs = load_rows(data_args, training_args, tokenizer, prepare=partial(prepare_pairs, are_whole=True))
     # A reward model answers no questions.

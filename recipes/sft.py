@@ -39,8 +39,7 @@ def main(
     question_args: EvalQuestionArguments,
     training_args: SFTTrainingArguments,
 ):
-    method = "fine-tuning on conversations"
-    run = begin_run("sft", training_args, model_args, adapter_args, data_args, task_args, question_args, method=method)
+    run = begin_run("sft", training_args, model_args, adapter_args, data_args, task_args, question_args)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.

@@ -1,5 +1,5 @@
 """
-The private names of libraries that this package uses, and the public ones that it replaces, stand in
+The private and undocumented names of libraries that this package uses, and the public ones that it replaces, stand in
 docs/architecture.md. The private ones still mean the same.
 """
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from transformers import Trainer
+import torch
+from transformers import Trainer, TrainingArguments
 
 import hf_pretrain
 
@@ -29,6 +30,19 @@ DOCUMENTED = {
     *("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa", "_fsdp_plan", "_tp_plan"),
     *("_abc_impl", "_backward_cls", "_is_protocol"),
 }
+UNDOCUMENTED = PAGE.partition("## Public names that are not documented")[2].partition("\n## ")[0]
+# Modules whose names the documentation of these libraries explains, beside those of their top level.
+DOCUMENTED_MODULES = re.compile(
+    r"transformers\.initialization|transformers\.(activations|generation\.streamers|hf_argparser|integrations(\.moe)?|modeling_(layers|outputs|utils)|"
+    r"processing_utils|trainer_callback|training_args|utils)\.\w+|transformers\.masking_utils\.create_causal_mask|"
+    r"transformers\.trainer_utils\.[A-Z]\w+|accelerate\.utils\.\w+|peft\.tuners\.lora\.LoraLayer|"
+    r"deepspeed\.(utils\.safe_\w+|runtime\.zero\.GatheredParameters)"
+)
+# Attributes of DeepSpeed's objects that torch, Trainer, or other objects of this package also have.
+COMMON = set(
+    "arange clear complete config empty linear loss_scale lr_scheduler module num_experts optimizer param_groups "
+    "partition rank state tensor tp_size wait zeros".split()
+)
 # The arguments that our code passes by position or by name.
 SIGNATURES = {
     "_get_dataloader": ["dataset", "description", "batch_size", "sampler_fn", "is_training"],
@@ -140,6 +154,66 @@ def test_every_private_name_of_a_library_stands_in_the_table():
     assert {name: place for name, place in found.items() if name not in listed | DOCUMENTED} == {}
     assert listed - found.keys() == set(), "The table lists names that nothing uses."
     assert len(listed) <= 36
+
+
+def stored_names(path: Path, owner: str = "") -> set[str]:
+    """Return the attributes that a file assigns to `owner`; without it, all of them and the functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    names = {node.attr for node in stored if ast.unparse(node.value) == owner or not owner}
+    return names if owner else names | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def undocumented_imports() -> set[str]:
+    """Return the names that the package imports from modules that a library does not document."""
+    found = set()
+    for node in (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+        library = (node.module or "").partition(".")[0]
+        if not node.level and library in ("transformers", "trl", "accelerate", "deepspeed", "peft"):
+            public = dir(importlib.import_module(library))
+            names = {alias.name for alias in node.names} - {*public}
+            found |= {name for name in names if not DOCUMENTED_MODULES.fullmatch(f"{node.module}.{name}")}
+    return found
+
+
+def undocumented_attributes() -> set[str]:
+    """Return the attributes of DeepSpeed's objects and of TRL's trainers that the package reads."""
+    from trl import DPOConfig, GRPOConfig
+
+    deepspeed, trl = (Path(importlib.import_module(name).__file__).parent for name in ("deepspeed", "trl"))
+    parts = ("engine", "zero/stage_1_and_2", "zero/stage3", "zero/partition_parameters", "fp16/loss_scaler")
+    of_deepspeed = set().union(*(stored_names(deepspeed / f"runtime/{part}.py") for part in parts)) - COMMON
+    classes = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, torch.amp.GradScaler, Trainer, TrainingArguments)
+    of_deepspeed -= {name for cls in classes for name in dir(cls)}
+    trainers = ("dpo", "grpo", "rloo", "reward")
+    of_trl = set().union(*(stored_names(trl / f"trainer/{name}_trainer.py", "self") for name in trainers))
+    # Flags are documented.
+    of_trl -= {field for config in (DPOConfig, GRPOConfig) for field in dir(config)} | {"tools", "chat_template"}
+    of_trl -= stored_names(Path(inspect.getfile(Trainer)), "self")
+    found = set()
+    for path, tree in trees().items():
+        is_of_deepspeed, is_of_trl = (
+            "deepspeed" in path.read_text(encoding="utf-8").lower(),
+            path.parent.name == "stages",
+        )
+        for node in ast.walk(tree):
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                names = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
+            found |= {
+                name for name in names if (is_of_deepspeed and name in of_deepspeed) or (is_of_trl and name in of_trl)
+            }
+    return {name for name in found if not is_private(name)}
+
+
+def test_every_undocumented_name_of_a_library_stands_in_the_table():
+    for extra in ("trl", "peft", "deepspeed"):
+        pytest.importorskip(extra)
+    found = undocumented_imports() | undocumented_attributes()
+    cells = (line.split("|")[1].partition(": ")[2] for line in UNDOCUMENTED.splitlines() if line.startswith("| `"))
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert found - listed == set()
+    assert listed - found == set(), "The table lists names that nothing uses."
 
 
 def row(name: str) -> str:

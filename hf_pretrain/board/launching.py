@@ -24,6 +24,7 @@ import hf_pretrain_cli
 
 from ..run_directory.directory import OUTPUT_NAME, RunDirectory
 from ..runtime.errors import UserError
+from ..runtime.launchers import read_launch
 from ..runtime.minimind_flags import translate_minimind
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
@@ -36,14 +37,6 @@ FORM: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("form.json
 FLAGS = tuple(flag for group in FORM.values() for flag in group)
 CHAT_NAME = "chat.json"
 _RESUMED = ["--resume_from_checkpoint", "auto"]
-# The words before a recipe that `hf-pretrain` writes, and the usual ones of users; each ends with a newline.
-_LAUNCHERS = r"""(?x) (.*python[\d.]*t?(\.exe)?\n)?
-    (.*\b(?P<program>torchrun|deepspeed|accelerate)\n (launch\n)? (
-        --standalone\n | --quiet\n | --(master|main_process)_port\n\d+\n | --signals-to-handle\n.*\n
-        | --nproc[_-]per[_-]node[\n=](?P<ranks>\d+)\n | --include\nlocalhost:(?P<devices>[\d,]+)\n
-        | --config_file\n(.*/)?recipes/accelerate_configs/(?P<config>\w+)\.yaml\n
-        | --deepspeed_config_file\n.*\n | --num_processes\n(?P<processes>\d+)\n
-    )*)?"""
 _STREAMS: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
 
 
@@ -186,14 +179,11 @@ def recorded_words(directory: Path) -> list[str]:
         raise UserError(f"It was started in {directory_then}. Open a board there, or resume it in a terminal.")
     recipes = {hf_pretrain_cli.RECIPES.resolve() / f"{stage}.py": stage for stage in hf_pretrain_cli.STAGES}
     before = list(takewhile(lambda word: Path(word).resolve() not in recipes, words))
-    launcher = re.fullmatch(_LAUNCHERS, "".join(f"{word}\n" for word in before))
-    if launcher is None or before == words:
+    launch_flags = read_launch(before)
+    if launch_flags is None or before == words:
         raise UserError("The board resumes recipes of this package, without options of launchers. Use a terminal.")
     stage, flags = recipes[Path(words[len(before)]).resolve()], words[len(before) + 1 :]
     _check_no_code(stage, flags)
-    number = launcher["ranks"] or launcher["processes"] or len((launcher["devices"] or "0").split(","))
-    launch_flags = ["--nproc", str(number), *(["--accelerate", launcher["config"]] if launcher["config"] else [])]
-    launch_flags += ["--launcher", "deepspeed"] if launcher["program"] == "deepspeed" else []
     for end in (_RESUMED, ["--output_dir", str(directory)]):
         flags = flags[: -len(end)] if flags[-len(end) :] == end else flags
     return [stage, *launch_flags, *flags]

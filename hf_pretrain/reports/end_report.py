@@ -67,24 +67,25 @@ def next_commands(output_dir: str, facts: RunFacts, *, config: str | None = None
         config (`str`, *optional*): the YAML file of the run. A preset's next stage takes the same preset.
     """
     # A distillation on text gives a base model, as pretraining does.
-    stage = STAGES["pretrain" if facts.data_kind == "text" else facts.recipe].following
+    stage = STAGES["pretrain" if facts.data_kind == "text" else facts.recipe]
     output_dir, program = output_dir.rstrip("/"), find_program("hf-pretrain")
-    if facts.recipe == "reward":
-        policy = ["--model_name_or_path", facts.base_model] if facts.base_model else []
-        return [("Next stage", shlex.join([program, "grpo", "--rewards", output_dir, *policy]))]
     model = ["--model_name_or_path", output_dir]
+    if stage.following and stage.result_flag not in model:
+        policy = ["--model_name_or_path", facts.base_model] if facts.base_model else []
+        words = [program, stage.following, stage.result_flag, output_dir, *policy]
+        return [("Next stage", shlex.join(words))]
     commands = [("Talk to it", [program, "chat", *model])]
     preset = Path(config).parent.name if config else None
     words = ["--preset", preset] if preset in PRESETS or preset in PACKAGE_MODELS else []
-    if facts.recipe == "sft" and (preset in PACKAGE_MODELS or hub_id(facts.base_model) is not None):
+    if STAGES[facts.recipe].teaches and (preset in PACKAGE_MODELS or hub_id(facts.base_model) is not None):
         # A published chat model, which has learnt facts.
         more = [*words, *model, "--dataset_name", "your/facts.jsonl", "--output_dir", f"{output_dir}-more"]
         gguf = ["--from", output_dir, "--to", f"{output_dir}-gguf", "--format", "gguf", "--dtype", "q8_0"]
-        commands += [("Teach it more", [program, "sft", *more]), ("Export it", [program, "convert", *gguf])]
-    elif stage is not None:
+        commands += [("Teach it more", [program, facts.recipe, *more]), ("Export it", [program, "convert", *gguf])]
+    elif stage.following is not None:
         # out/pretrain-tiny comes before out/sft-tiny, as the presets and `make` name them.
-        beside = Path(output_dir).with_name(stage + Path(output_dir).name.removeprefix(facts.recipe))
+        beside = Path(output_dir).with_name(stage.following + Path(output_dir).name.removeprefix(facts.recipe))
         is_named = Path(output_dir).name.startswith(f"{facts.recipe}-") and beside != Path(output_dir)
-        next_dir = str(beside) if is_named else f"{output_dir}-{stage}"
-        commands.append(("Next stage", [program, stage, *words, *model, "--output_dir", next_dir]))
+        next_dir = str(beside) if is_named else f"{output_dir}-{stage.following}"
+        commands.append(("Next stage", [program, stage.following, *words, *model, "--output_dir", next_dir]))
     return [(label, shlex.join(words)) for label, words in commands]

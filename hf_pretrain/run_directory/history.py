@@ -10,6 +10,7 @@ import numpy as np
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..runtime.errors import UserError
+from ..runtime.stages import STAGES
 from .directory import MOST_BYTES, RunDirectory, parse_lines, read_json
 from .metrics import NATS
 
@@ -106,7 +107,8 @@ def trained_on_text(launches: list[dict[str, Any]]) -> bool | None:
     trained = [launch for launch in launches if "recipe" in launch]
     if not trained:
         return None
-    return trained[-1]["recipe"] == "pretrain" or trained[-1].get("arguments", {}).get("dataset_kind") == "text"
+    stage, arguments = STAGES.get(trained[-1]["recipe"]), trained[-1].get("arguments", {})
+    return (stage is not None and stage.trains_on_text) or arguments.get("dataset_kind") == "text"
 
 
 def read_run(path: str | Path) -> RunHistory:

@@ -31,7 +31,8 @@ from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError
-from .signals import interrupt, launcher, watch_launcher
+from .launchers import launcher
+from .signals import interrupt, watch_launcher
 from .writing import leave_reason, refused_write
 
 

@@ -23,6 +23,8 @@ _RUNS = {"full_sft": "sft", "full_dist": "distill"}
 # The commands that replace MiniMind's scripts of inference. `evaluate` also knows the flags of training.
 _INFERENCE = ("chat", "serve")
 _ANSWERING = (*_INFERENCE, "evaluate")
+# The stages whose default optimizer is not MiniMind's.
+_WITH_MUON = ("pretrain",)
 _PRESET_FLAGS = {"--preset", "--model_preset"}
 _RATES = {"--learning_rate", "--max_grad_norm"}
 _SIZES = {
@@ -49,8 +51,9 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     words = deque(argv)
     while words:
         flag, is_joined, value = words.popleft().partition("=")
-        _check_refused(flag, stage)
         rule = rules.get(flag)
+        if stage not in _INFERENCE and rule in (None, "refused") and (reason := TABLE["refused"].get(flag)):
+            raise UserError(f"MiniMind's {flag} means nothing here: {reason}.")
         if rule is None:
             translated.append(flag + is_joined + value)
             continue
@@ -69,13 +72,6 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     if is_main():
         print(f"With the names of this package, MiniMind's flags are: {shlex.join(translated)}", file=sys.stderr)
     return translated
-
-
-def _check_refused(flag: str, stage: str) -> None:
-    reason = TABLE["refused"].get(flag)
-    # `--max_seq_len` has a meaning in the stages without TRL's sampling.
-    if reason and stage not in _INFERENCE and (stage == "grpo" or flag not in TABLE["all"]):
-        raise UserError(f"MiniMind's {flag} means nothing here: {reason}.")
 
 
 def _apply(flag: str, rule: str | dict[str, str], value: str) -> list[str]:
@@ -146,14 +142,14 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
             how = "Pass --max_completion_length, which counts all turns (MiniMind has up to 3) and the tools' results"
             raise UserError(f"MiniMind's --max_gen_len counts the tokens of each turn. {how}.")
         more += ["--max_completion_length", collected["max_gen_len"]]
-    if "batch_size" in collected and stage == "grpo":
+    if "batch_size" in collected and "--batch_size" in TABLE.get(stage, {}):
         # TRL counts completions, MiniMind prompts.
         collected.setdefault("num_generations", _NUM_GENERATIONS)
         rows = str(int(collected["batch_size"]) * int(collected["num_generations"]))
         more += ["--per_device_train_batch_size", rows, "--per_device_eval_batch_size", rows]
     if "num_generations" in collected:
         more += ["--num_generations", collected["num_generations"]]
-    if stage == "pretrain" and _RATES & typed.keys() and not {"--optim_preset", "--optim"} & typed.keys():
+    if stage in _WITH_MUON and _RATES & typed.keys() and not {"--optim_preset", "--optim"} & typed.keys():
         # A rate and a clipping of MiniMind's scripts are those of its optimizer.
         more += ["--optim_preset", "adamw"]
     return more

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from .launchers import LAUNCHERS
+
 
 # Windows has only the first two.
 SIGNALS = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")]
@@ -153,20 +155,10 @@ def _end_workers() -> None:
             process.kill()
 
 
-def launcher() -> str:
-    """Return the name of the program that started this process, by the environment variables that it sets."""
-    # `accelerate launch` starts torchrun's agent, which sets its own variables too. Look for accelerate's first.
-    if "ACCELERATE_DYNAMO_USE_DYNAMIC" in os.environ:
-        return "accelerate launch"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    return "deepspeed" if "CROSS_SIZE" in os.environ else "python"
-
-
 @cache
 def watch_launcher(name: str) -> None:
     """
-    Stop this process, as after SIGTERM, when its launcher dies. `name` is the result of [`launcher`].
+    Stop this process, as after SIGTERM, when its launcher dies. `name` is the result of [`launchers.launcher`].
 
     A dead launcher can neither forward signals nor end its ranks, which would write into the directory of the next
     run. A process that a user started may outlive its shell, so it is not watched.
@@ -174,7 +166,7 @@ def watch_launcher(name: str) -> None:
     # `from_scratch` sets the variable for its stages.
     if name == "python" and "HF_PRETRAIN_IS_STAGE" not in os.environ:
         return
-    chain = _ancestors(2 if name == "deepspeed" else 1)
+    chain = _ancestors(next((each.num_levels for each in LAUNCHERS.values() if each.command == name), 1))
     is_orphan = _adopts_orphans(chain[0])
 
     def watch() -> None:
@@ -207,10 +199,7 @@ def _adopts_orphans(pid: int) -> bool:
 
 
 def _ancestors(number: int) -> list[int]:
-    """
-    Return the ids of the `number` nearest ancestors of this process, the parent first. With DeepSpeed there are two
-    levels: its runner starts a launcher, which starts the ranks.
-    """
+    """Return the ids of the `number` nearest ancestors of this process, the parent first."""
     found = [os.getppid()]
     with suppress(psutil.Error):
         while len(found) < number:

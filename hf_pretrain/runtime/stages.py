@@ -14,19 +14,40 @@ class Stage(NamedTuple):
     Args:
         start (`str`, *optional*): the stage whose model it trains, by default; `None` for random weights.
         following (`str`, *optional*): the usual next stage.
+        method (`str`): the kind of training, for the model card. `{}` stands for a detail that its flags decide.
+        result_flag (`str`): the flag of the next stage that takes its model.
+        loss_unit (`str`, *optional*): the unit of its loss; `None` for nats per token.
+        trains_on_text (`bool`): whether its data are texts, by default, so that it gives a base model.
+        fits_micro_batch (`bool`): whether the estimate of memory holds for its loss.
+        teaches (`bool`): whether it teaches a published chat model more.
+        figures (`tuple[str, ...]`): further figures of its evaluations.
         extra (`str`, *optional*): the extra of pyproject.toml that it needs.
+        num_processes (`int`, *optional*): by default, `hf-pretrain` starts so many; `None` for one per GPU.
+        ds_config (`str`): the file of `ds_configs/` that DeepSpeed gets by default.
     """
 
     start: str | None
-    following: str | None = None
+    following: str | None
+    method: str
+    result_flag: str = "--model_name_or_path"
+    loss_unit: str | None = None
+    trains_on_text: bool = False
+    fits_micro_batch: bool = False
+    teaches: bool = False
+    figures: tuple[str, ...] = ()
     extra: str | None = None
+    num_processes: int | None = None
+    ds_config: str = "zero2"
 
 
 STAGES = {
-    "pretrain": Stage(None, following="sft"),
-    "sft": Stage("pretrain", following="dpo"),
-    "dpo": Stage("sft", following="grpo", extra="trl"),
-    "reward": Stage("sft", extra="trl"),
-    "distill": Stage("sft", following="dpo"),
-    "grpo": Stage("sft", extra="trl"),
+    "pretrain": Stage(None, "sft", "pretraining", trains_on_text=True, fits_micro_batch=True),
+    "sft": Stage("pretrain", "dpo", "fine-tuning on conversations", fits_micro_batch=True, teaches=True),
+    "dpo": Stage("sft", "grpo", "tuning on preferences (DPO)", loss_unit="DPO", extra="trl"),
+    "reward": Stage("sft", "grpo", "training of a reward model", "--rewards", loss_unit="per pair", extra="trl"),
+    "distill": Stage("sft", "dpo", "distillation from {}", figures=("kl",)),
+    "grpo": Stage("sft", None, "reinforcement ({})", extra="trl"),
 }
+# Recipes that can run as several processes. lm-eval's tasks, which many evaluations run, need a single process, and
+# transformers evaluates only under ZeRO-3.
+LAUNCHED = STAGES | {"evaluate": Stage("pretrain", None, "evaluation", num_processes=1, ds_config="zero3")}

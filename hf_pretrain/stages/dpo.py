@@ -14,10 +14,9 @@ from datasets import Dataset
 from transformers.hf_argparser import HfArg
 
 from ..runtime.errors import needing_extra
-from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
 from .log_probs import replace_heads
-from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
+from .trl_trainer import TrlTrainer
 
 
 with needing_extra("trl", "Preference training needs TRL"):
@@ -52,15 +51,11 @@ class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
         return not {"sft", "aot", "aot_unpaired"}.isdisjoint(self.loss_type)
 
 
-class MiniMindDPOTrainer(RunTrainer, DPOTrainer):
+class MiniMindDPOTrainer(TrlTrainer, DPOTrainer):
     """TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`]."""
-
-    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_figures, average_figures
-    _row_source, _send_telemetry = whole_batches, do_nothing
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        connect(self, router_aux_loss_coef=self.router_aux_loss_coef)
         replace_heads(self, "entropy", "mean_logits", "is_top1", *(["log_sum_sq_probs"] if self.use_weighting else []))
 
     def _prepare_dataset(self, dataset: Dataset, *args: Any) -> Dataset:

@@ -40,8 +40,8 @@ PLAN_NAME = "plan.json"
 # Presets from small to large. Choose the one whose tokens per parameter, in the time on this machine, come nearest to
 # the best ratio (https://arxiv.org/abs/2203.15556).
 CANDIDATES = ("tiny", "minimind2-small", "minimind2", "0.5B", "1B")
-# Share of pretraining in the time of both stages (docs/performance.md).
-PRETRAINING_SHARE = 0.3
+# Share of each stage in the time that is left before it (docs/performance.md).
+SHARES = {"pretrain": 0.3, "sft": 1.0}
 # Each stage trains at least for this share of the time, even if the machine is slower than planned.
 LEAST_SHARE = 0.1
 # Seconds of a stage besides its training.
@@ -159,10 +159,12 @@ class Budget:
 
     def plan_stage(self, stage: str, flags: list[str]) -> None:
         """Give a stage its minutes, and the share of the data that it can train on in this time."""
-        # Fine-tuning starts after pretraining, too.
-        share, num_starts = (PRETRAINING_SHARE, 2) if stage == "pretrain" else (1, 1)
+        # The later stages start, too.
+        num_starts = len(SHARES) - list(SHARES).index(stage)
         whole = self.plan["seconds"]
-        seconds = max(share * (whole - self.plan["used_seconds"] - num_starts * START_SECONDS), LEAST_SHARE * whole)
+        seconds = max(
+            SHARES[stage] * (whole - self.plan["used_seconds"] - num_starts * START_SECONDS), LEAST_SHARE * whole
+        )
         present, pace = count_bytes(flags), _BYTES_PER_TOKEN * self.plan["pace"]
         # Read twice as much as the whole time can train on: the steps may be faster than measured, and a tokenizer of
         # little text is worse.

@@ -3,7 +3,7 @@ Reinforcement learning with TRL's trainers, our models and our flags: GRPO (http
 with its losses (`--loss_type grpo`, `dapo`, `dr_grpo`, `bnpo`, `cispo`, ...), and RLOO
 (https://huggingface.co/papers/2402.14740).
 
-This package adds the router loss (`trl_support.py`), saving, pushing and the model card ([`RunTrainer`]), a reference
+This package adds the router loss (`trl_trainer.py`), saving, pushing and the model card ([`RunTrainer`]), a reference
 model that is a copy of the initial policy, and an evaluation that reports rewards instead of a loss.
 """
 
@@ -35,13 +35,13 @@ from ..tokenizer.control_tokens import thinking_variables
 from ..training.base_trainer import RunTrainer
 from ..training.resume_check import digest_weights
 from ..training.run import Run
-from ..training.settling import showing
+from ..training.settling import overriding
 from ..training.training_arguments import LMTrainingArguments
 from ..weights.weight_files import read_json
 from .log_probs import replace_heads
 from .record_template import RecordTemplate
 from .rewards import REWARDS, answer_of, task_check
-from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
+from .trl_trainer import TrlTrainer
 
 
 with needing_extra("trl", "Reinforcement learning needs TRL"):
@@ -259,41 +259,6 @@ class KnownFigures(TrainerCallback):
                 del entry[name]
 
 
-def construct(self: Any, model: PreTrainedModel, *, args: Any = None, run: Run | None = None, **kwargs: Any) -> None:
-    """Be the constructor of our GRPO and RLOO trainers."""
-    run = run or Run.of_trainer(args, model, kwargs)
-    args, tokenizer, tools = run.args, kwargs["processing_class"], kwargs.pop("tools", None)
-    if tools and args.algorithm == "rloo":
-        raise UserError("--algorithm rloo supports no tools in TRL: use --algorithm grpo.")
-    kwargs |= {"tools": tools} if tools else {}
-    # NOTE: TRL loads the reference model again from the path in the config, but a converted or new model has no path.
-    # With an adapter, TRL itself uses the policy without its adapter as the reference.
-    has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
-    needs_reference = args.beta != 0.0 and not has_adapter
-    # Copy before TRL's constructor, which changes the policy's head.
-    reference = _copy(model).requires_grad_(False) if needs_reference else None
-    if tools and tokenizer.response_template is None:
-        # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
-        tokenizer.response_template = qwen3_template
-    # Replace the methods of this object: TRL calls them on the tokenizer that it gets.
-    tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response, tokenizer.decode)
-    tokenizer.apply_chat_template = RecordTemplate(tokenizer, thinking_ratio=args.thinking_ratio, seed=args.seed)
-    # With beta = 0, TRL's constructor loads no reference model.
-    hidden = {"beta": 0.0, "sync_ref_model": False} if needs_reference else {}
-    # TRL checks some flags only now.
-    with as_user_errors(), showing(args, **hidden):
-        RunTrainer.__init__(self, model, run=run, **kwargs)
-    self.beta = args.beta
-    connect(self, router_aux_loss_coef=self.router_aux_loss_coef, rows_per_item=self.num_generations_eval)
-    run.kept.append(KeptGeneration())
-    self.callback_handler.callbacks.insert(0, KnownFigures())
-    if reference is not None:
-        run.fixed_weights["reference model"] = digest_weights(reference.parameters())
-        self.ref_model = _prepare_reference(self, reference)
-    if not args.cast_lm_head_to_fp32:
-        replace_heads(self, "entropy", temperature=self.temperature)
-
-
 def _prepare_reference(trainer: Any, reference: PreTrainedModel) -> torch.nn.Module:
     """Prepare our reference model as TRL prepares its own."""
     args = trainer.args
@@ -310,23 +275,6 @@ def _prepare_reference(trainer: Any, reference: PreTrainedModel) -> torch.nn.Mod
     return prepared
 
 
-def score(self: Any, *args: Any) -> torch.Tensor:
-    """Calculate the rewards, and keep the shares of completions that each reward rates."""
-    rewards = super(RunTrainer, self)._calculate_rewards(*args)
-    # A reward may be `None` for some completions.
-    is_scored = (~rewards.isnan()).float()
-    names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_func_names)]
-    self.shares = dict(zip(names, [is_scored.amax(1).mean().item(), *is_scored.mean(0).tolist()], strict=True))
-    return rewards
-
-
-def sum_rewards(self: Any, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
-    """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
-    sum_figures(self, *args, **kwargs)
-    del self.item_sums["loss"]
-    return None, None, None
-
-
 def last_answers(trainer: Any, model: PreTrainedModel) -> list[tuple[str, str]]:
     """Return pairs of question and answer: the last three prompts, each with one completion of the model."""
     # The logs hold `num_generations_eval` consecutive completions of each prompt.
@@ -335,24 +283,71 @@ def last_answers(trainer: Any, model: PreTrainedModel) -> list[tuple[str, str]]:
     return [(prompt[-1]["content"], answer_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
 
 
-class MiniMindGRPOTrainer(RunTrainer, GRPOTrainer):
+class ReinforcementTrainer(TrlTrainer):
+    """What TRL's GRPO and RLOO share."""
+
+    def __init__(self, model: PreTrainedModel, *, args: Any = None, run: Run | None = None, **kwargs: Any):
+        run = run or Run.of_trainer(args, model, kwargs)
+        args, tokenizer, tools = run.args, kwargs["processing_class"], kwargs.pop("tools", None)
+        if tools and args.algorithm == "rloo":
+            raise UserError("--algorithm rloo supports no tools in TRL: use --algorithm grpo.")
+        kwargs |= {"tools": tools} if tools else {}
+        # NOTE: TRL loads the reference model again from the path in the config, but a converted or new model has no
+        # path. With an adapter, TRL itself uses the policy without its adapter as the reference.
+        has_adapter = is_peft_model(model) or kwargs.get("peft_config") is not None
+        needs_reference = args.beta != 0.0 and not has_adapter
+        # Copy before TRL's constructor, which changes the policy's head.
+        reference = _copy(model).requires_grad_(False) if needs_reference else None
+        if tools and tokenizer.response_template is None:
+            # Our template writes reasoning and tool calls like Qwen3's, but TRL recognises only its own templates.
+            tokenizer.response_template = qwen3_template
+        # Replace the methods of this object: TRL calls them on the tokenizer that it gets.
+        tokenizer.parse_response = partial(_parse_response, tokenizer.parse_response, tokenizer.decode)
+        tokenizer.apply_chat_template = RecordTemplate(tokenizer, thinking_ratio=args.thinking_ratio, seed=args.seed)
+        # With beta = 0, TRL's constructor loads no reference model.
+        hidden = {"beta": 0.0, "sync_ref_model": False} if needs_reference else {}
+        # TRL checks some flags only now.
+        with as_user_errors(), overriding(args, **hidden):
+            super().__init__(model, run=run, **kwargs)
+        self.beta = args.beta
+        run.kept.append(KeptGeneration())
+        self.callback_handler.callbacks.insert(0, KnownFigures())
+        if reference is not None:
+            run.fixed_weights["reference model"] = digest_weights(reference.parameters())
+            self.ref_model = _prepare_reference(self, reference)
+            self._keep_reference()
+        if not args.cast_lm_head_to_fp32:
+            replace_heads(self, "entropy", temperature=self.temperature)
+
+    @property
+    def rows_per_item(self) -> int:  # type: ignore[override]
+        return self.num_generations_eval
+
+    def _track_num_input_tokens(self, *args: Any) -> None:
+        """Do nothing: TRL counts tokens where it generates them."""
+
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        """Calculate the rewards, and keep the shares of completions that each reward rates."""
+        rewards = super()._calculate_rewards(*args)
+        # A reward may be `None` for some completions.
+        is_scored = (~rewards.isnan()).float()
+        names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_func_names)]
+        self.shares = dict(zip(names, [is_scored.amax(1).mean().item(), *is_scored.mean(0).tolist()], strict=True))
+        return rewards
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
+        """Generate and score, but return no loss: its mean over a group is near zero for any policy."""
+        super().prediction_step(*args, **kwargs)
+        del self.item_sums["loss"]
+        return None, None, None
+
+
+class MiniMindGRPOTrainer(ReinforcementTrainer, GRPOTrainer):
     """TRL's [`~trl.GRPOTrainer`] for [`MiniMindForCausalLM`]."""
 
-    __init__ = construct
-    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_rewards, average_figures
-    _row_source, _calculate_rewards = whole_batches, score
-    # TRL counts tokens where it generates them.
-    _send_telemetry = _track_num_input_tokens = do_nothing
 
-
-class MiniMindRLOOTrainer(RunTrainer, RLOOTrainer):
+class MiniMindRLOOTrainer(ReinforcementTrainer, RLOOTrainer):
     """TRL's [`~trl.RLOOTrainer`] for [`MiniMindForCausalLM`]. It supports no tools."""
-
-    __init__ = construct
-    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_rewards, average_figures
-    _row_source, _calculate_rewards = whole_batches, score
-    # TRL counts tokens where it generates them.
-    _send_telemetry = _track_num_input_tokens = do_nothing
 
 
 ALGORITHMS: dict[str, type[RunTrainer]] = {"grpo": MiniMindGRPOTrainer, "rloo": MiniMindRLOOTrainer}

@@ -5,16 +5,14 @@ the rejected one, with the loss -log sigmoid(chosen - rejected) (https://arxiv.o
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 from transformers.hf_argparser import HfArg
 
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
-from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
 from ..weights.adapters import is_adapted, merge_adapter
-from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
+from .trl_trainer import TrlTrainer
 
 
 with needing_extra("trl", "Training of reward models needs TRL"):
@@ -26,8 +24,9 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     """TRL's `RewardConfig`. Flags that other recipes also have keep this package's defaults."""
 
     has_masked_loss = False
-    # TRL's other trainers have the flag.
+    # TRL's other trainers have these flags.
     sync_ref_model = False
+    router_aux_loss_coef = None
     output_dir: str | None = HfArg(default="out/reward", help="Directory of the run.")
     learning_rate: float = HfArg(default=1e-5, help="Peak learning rate.")
     max_length: int = HfArg(default=512, help="Tokens of prompt and answer; longer pairs are left out.")
@@ -40,15 +39,8 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
         super().__post_init__()
 
 
-class MiniMindRewardTrainer(RunTrainer, RewardTrainer):
+class MiniMindRewardTrainer(TrlTrainer, RewardTrainer):
     """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
-
-    compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_figures, average_figures
-    _row_source, _send_telemetry = whole_batches, do_nothing
-
-    def __init__(self, model: MiniMindForSequenceClassification, **kwargs: Any):
-        super().__init__(model, **kwargs)
-        connect(self, router_aux_loss_coef=model.config.router_aux_loss_coef)
 
 
 def make_reward_model(model: MiniMindForCausalLM) -> MiniMindForSequenceClassification:

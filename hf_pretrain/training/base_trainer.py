@@ -24,9 +24,10 @@ from ..model.loss import MiniMindLMHead
 from ..runtime.command_line import announce
 from ..runtime.devices import compile_modules
 from ..runtime.errors import UserError
+from ..runtime.launchers import launcher
 from ..runtime.named import load_named
 from ..runtime.ranks import on_main_process
-from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
+from ..runtime.signals import UserCodeExit, let_workers_survive_one_sigterm, watch_launcher
 from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .callbacks import RunFigures, SaveBest
@@ -38,8 +39,7 @@ from .reporting import write_model_card
 from .resume_check import check_resume, describe_run, digest_fixed_weights, restore_best
 from .resuming import checkpoint_to_resume
 from .run import Run, check_callbacks
-from .settling import showing
-from .spikes import Rewound
+from .settling import overriding
 from .step_loss import FiniteCheck
 from .stopping import RunStopped, StopCallback, end_nonfinite_run, end_stopped_run, record_stop, restore_endings
 from .trainer_state import keeps_state_on_disk, load_state, load_weights, save_state
@@ -71,7 +71,7 @@ class RunTrainer(Trainer):
         # NOTE: Trainer's constructor raises if a sharded model would save its optimizer. `trainer_state.py` saves
         # it. Trainer would also create the repository, which `HubPusher` does.
         only_model = args.save_only_model or model.is_distributed_loading_by_transformers
-        with showing(args, save_only_model=only_model, push_to_hub=False):
+        with overriding(args, save_only_model=only_model, push_to_hub=False):
             super().__init__(model, args=args, **kwargs)
         # NOTE: Trainer sets it in `train` only, and `training_step` divides by it.
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
@@ -92,9 +92,8 @@ class RunTrainer(Trainer):
         self.writer = CheckpointWriter(args, lambda: checkpoint_bytes(self.model, args))
         if run.pushes:
             self._create_repository()
-        # DeepSpeed's norm is on the host already, and a spike must be known before its update or checkpoint.
-        is_late = args.device.type == "cuda" and not self.is_deepspeed_enabled
-        is_late &= not (args.skip_spikes or args.rewind_spikes)
+        # DeepSpeed's norm is on the host already, and a spike must be known before its update.
+        is_late = args.device.type == "cuda" and not self.is_deepspeed_enabled and not args.skip_spikes
         self.finite_check = FiniteCheck(
             run.ranks, is_late=is_late, end=lambda what, step: end_nonfinite_run(self, what, step)
         )
@@ -127,7 +126,7 @@ class RunTrainer(Trainer):
         # Only here is the number of steps known.
         budget = self.time_budget
         num_training_steps = num_training_steps if budget is None else PARTS_OF_TIME
-        with showing(self.args, lr_scheduler_kwargs=complete_schedule(self.args, num_training_steps)):
+        with overriding(self.args, lr_scheduler_kwargs=complete_schedule(self.args, num_training_steps)):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The state of a checkpoint replaces their settings.
         self._new_groups = [dict(group) for group in (optimizer or self.optimizer).param_groups]
@@ -149,7 +148,7 @@ class RunTrainer(Trainer):
         collator = self.data_collator
         self.data_collator = source.collator or collator
         # The flag is about training. An evaluation covers the whole set.
-        with showing(self.args, dataloader_drop_last=self.args.dataloader_drop_last and is_training):
+        with overriding(self.args, dataloader_drop_last=self.args.dataloader_drop_last and is_training):
             loader = super()._get_dataloader(
                 source.dataset, description, source.batch_size, source.sampler_fn, is_training, **kwargs
             )
@@ -171,32 +170,18 @@ class RunTrainer(Trainer):
         watch_launcher(launcher())
         with self.run.signals.listening():
             self._describe_run(resume_from_checkpoint)
+            # The run that wrote a checkpoint has evaluated before its first step.
+            evaluates = self.args.eval_on_start and self._checkpoint is None
             with self.run.directory.locked(self.args):
-                while True:
-                    # The run that wrote a checkpoint has evaluated before its first step.
-                    evaluates = self.args.eval_on_start and self._checkpoint is None
-                    try:
-                        # The caller saves the model, and only `push_to_hub` waits for the pushes of checkpoints.
-                        with showing(self.args, eval_on_start=evaluates):
-                            return super().train(self._checkpoint, trial, *args, **kwargs)
-                    except Rewound as rewound:
-                        self._checkpoint = rewound.checkpoint
-                        self._prepare_again()
-                    except RunStopped as stopped:
-                        end_stopped_run(self, stopped.number)
-                    except (Exception, UserCodeExit) as error:
-                        record_stop(self, repr(error))
-                        raise
-
-    def _prepare_again(self) -> None:
-        """Forget what `_prepare_for_training` made, so that the next call of `train` makes it again."""
-        if self.is_deepspeed_enabled:
-            # Its hooks on the model would keep its memory.
-            self.model_wrapped.destroy()
-            self.model_wrapped.module_forward_pre_hook.remove()
-            self.model_wrapped.module_forward_post_hook.remove()
-            self.model_wrapped = self.model
-        self.optimizer = self.lr_scheduler = None
+                try:
+                    # The caller saves the model, and only `push_to_hub` waits for the pushes of checkpoints.
+                    with overriding(self.args, eval_on_start=evaluates):
+                        return super().train(self._checkpoint, trial, *args, **kwargs)
+                except RunStopped as stopped:
+                    end_stopped_run(self, stopped.number)
+                except (Exception, UserCodeExit) as error:
+                    record_stop(self, repr(error))
+                    raise
 
     def _describe_run(self, resume_from_checkpoint: str | bool | None) -> None:
         """Choose the checkpoint, describe the run, and refuse what cannot be resumed exactly, or does not fit."""
@@ -284,7 +269,7 @@ class RunTrainer(Trainer):
         target = checkpoint_path(self.args.output_dir, self.state.global_step)
         with self.figures.throughput.paused():
             with self.writer.writing_checkpoint(target, self._description) as source:
-                with showing(self.args, output_dir=str(source.parent), push_to_hub=False):
+                with overriding(self.args, output_dir=str(source.parent), push_to_hub=False):
                     super()._save_checkpoint(model, trial)
                 for part in () if self.args.save_only_model else self.run.kept:
                     part.save(self, source)

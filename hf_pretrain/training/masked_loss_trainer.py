@@ -110,7 +110,7 @@ class MaskedLossTrainer(RunTrainer):
         self.spikes = SpikeWatch(self)
         self.finite_check.watch, self.finite_check.over_ranks = self.spikes.add, self._loss_of_ranks
         self.add_callback(self.spikes)
-        if self.args.skip_spikes or self.args.rewind_spikes:
+        if self.args.skip_spikes:
             run.kept.append(self.spikes)
 
     def _check_arguments(self):
@@ -124,10 +124,6 @@ class MaskedLossTrainer(RunTrainer):
             # NOTE: Trainer's label smoother shifts the labels only for classes in transformers' own list of causal
             # language models. It would train MiniMind to copy its input.
             raise UserError("The masked loss does not support --label_smoothing_factor. Leave it at 0.")
-        if self.args.rewind_spikes and self.optimizer is not None:
-            raise UserError(
-                "--rewind_spikes makes a new optimizer when it goes back. Pass no optimizer, or leave it out."
-            )
         if self.get_cp_size() * self.get_sp_size() > 1:
             raise UserError(
                 "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "

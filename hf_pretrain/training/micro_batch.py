@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..data.collators import DataCollatorForPackedRows
 from ..model.configuration_minimind import MiniMindConfig
+from ..runtime.stages import STAGES
 from .training_arguments import LMTrainingArguments
 
 
@@ -83,7 +84,7 @@ def choose_micro_batch(
     is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and is_whole
     recomputes = args.activation_checkpointing or config.dropout > 0
     is_packed = isinstance(collator, DataCollatorForPackedRows) and isinstance(train, Dataset)
-    row_length = collator.max_length if is_packed and run.facts.recipe in ("pretrain", "sft") else None
+    row_length = collator.max_length if is_packed and STAGES[run.facts.recipe].fits_micro_batch else None
     if (
         not (args.fit_micro_batch and is_estimated and row_length)
         or recomputes

@@ -237,6 +237,8 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
     defaults["per_device_train_batch_size"] = args.per_device_train_batch_size
     newer = (now["settings"].keys() - then["settings"].keys()) & defaults.keys()
     then["settings"] |= _plain({name: defaults[name] for name in newer})
+    # Older versions could go back to a checkpoint, but did so only on request.
+    then["settings"] = {name: value for name, value in then["settings"].items() if value or name != "rewind_spikes"}
     # Older versions compared the whole config of DeepSpeed.
     then["settings"]["deepspeed"] = _compared_of_deepspeed(then["settings"]["deepspeed"])
     fatal, inexact = _find_obstacles(then, now, is_whole=is_whole(checkpoint))

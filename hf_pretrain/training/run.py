@@ -32,6 +32,7 @@ from ..runtime.errors import UserError
 from ..runtime.named import load_named
 from ..runtime.ranks import Ranks, leave_process_group, on_main_process
 from ..runtime.signals import SignalListener
+from ..runtime.stages import STAGES
 from ..runtime.texts import terminal_language
 from ..runtime.writing import check_output
 from ..weights.adapters import AdapterArguments, base_model_of
@@ -132,7 +133,7 @@ class Run:
         return run
 
 
-def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) -> Run:
+def begin_run(recipe: str, *arguments: Any, detail: str = "", loss_unit: str | None = None) -> Run:
     """
     Check the arguments together, lock `output_dir`, choose the checkpoint to resume from, record the run
     (`run.json`), print the devices, and seed all random numbers. A dry run or a preview only checks and seeds.
@@ -140,8 +141,8 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
     Args:
         recipe (`str`): the file in `recipes/`, without its ending.
         arguments (dataclasses): the run's arguments. One of them is an [`LMTrainingArguments`].
-        method (`str`): the kind of training, for the model card.
-        loss_unit (`str`): the unit of the loss.
+        detail (`str`): completes the method of the stage, for the model card.
+        loss_unit (`str`, *optional*): the unit of the loss, by default that of the stage.
 
     Raises:
         `UserError`: for arguments that do not fit together, if another run writes into `output_dir`, and in the cases
@@ -151,7 +152,9 @@ def begin_run(recipe: str, *arguments: Any, method: str, loss_unit: str = NATS) 
     others = [part for part in arguments if part is not args]
     _check_arguments(args, others)
     bases = [part.model_name_or_path for part in others if isinstance(part, ModelArguments)]
-    facts = RunFacts(method, recipe, base_model=bases[0], loss_unit=loss_unit)
+    stage = STAGES[recipe]
+    facts = RunFacts(stage.method.format(detail), recipe, base_model=bases[0])
+    facts.loss_unit = loss_unit or stage.loss_unit or NATS
     planned_dir, writes = args.output_dir, not (args.dry_run or args.preview)
     if not writes:
         if not (is_resumed(args) or args.preview):
@@ -260,7 +263,7 @@ def train(
     sample_model = make_sampler(data) if sample is None else partial(sample, trainer)
     metrics, samples = train_and_evaluate(trainer, checkpoint=run.checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
-    if facts.recipe == "pretrain" and data.first_eval is not None and isinstance(data.train, Dataset):
+    if STAGES[facts.recipe].trains_on_text and data.first_eval is not None and isinstance(data.train, Dataset):
         # Ids may have gaps, so `len(tokenizer)` may be too small.
         vocab_size = base_model_of(model).config.vocab_size
         facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=vocab_size)

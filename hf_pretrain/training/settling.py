@@ -3,7 +3,7 @@ The values of arguments that depend on the data or the model. Once a run's argum
 module assigns to one.
 
 [`settle`] fixes them in a visible order, once data and model exist. Where a library must see another value for a
-moment, the caller enters [`showing`].
+moment, the caller enters [`overriding`].
 """
 
 import atexit
@@ -28,6 +28,7 @@ from ..run_directory.directory import now
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
+from ..runtime.stages import STAGES
 from ..weights.adapters import base_model_of
 from .budgets import UNKNOWN_STEPS, token_budget
 from .callbacks import AddedFigures
@@ -62,7 +63,7 @@ class TrainerData(NamedTuple):
 
 
 @contextmanager
-def showing(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
+def overriding(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
     """
     Let a library see other values of arguments within the block:
 
@@ -87,7 +88,7 @@ def showing(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
 def check_best_metric(run: "Run", data: "PreparedData") -> None:
     """Raise `UserError` for a figure that no evaluation would have. TRL's trainers and tasks have others."""
     best = (run.args.metric_for_best_model or "loss").removeprefix("eval_")
-    known = ["loss", "perplexity", "bits_per_byte", *(["kl"] if run.facts.recipe == "distill" else [])]
+    known = ["loss", "perplexity", "bits_per_byte", *STAGES[run.facts.recipe].figures]
     if data.conversations is not None:
         known += ["distinct_2", "repeated_4grams", "ended_answers", "answer_tokens"]
     is_own = best in known or best.startswith(tuple(f"{name}_" for name in data.eval_sets if name))

@@ -83,8 +83,7 @@ def restore_endings(trainer: "RunTrainer") -> None:
             # Without the default, the next save would fail if the run that wrote the checkpoint had no such callback.
             saved = trainer.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
             for name, value in saved["attributes"].items():
-                # A run that went back has spent more time than its checkpoint says.
-                setattr(callback, name, max(value, getattr(callback, name)) if name == "spent" else value)
+                setattr(callback, name, value)
             trainer.control.should_training_stop |= callback.is_over
 
 

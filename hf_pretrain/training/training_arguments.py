@@ -21,9 +21,9 @@ from ..runtime.bounds import check_bounds
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
 from ..runtime.errors import UserError
+from ..runtime.launchers import launcher
 from ..runtime.names import check_choices, hint
 from ..runtime.ranks import first_process_first
-from ..runtime.signals import launcher
 from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, refuse_mismatches, turns_on_deepspeed
 from .float8 import check_float8
@@ -116,9 +116,6 @@ class LMTrainingArguments(TrainingArguments):
     )
     warmup_steps: float = HfArg(default=0.02, help="Warmup in steps, or as a share of all if below 1.")
     skip_spikes: bool = HfArg(default=False, help="Leave out the update of a step whose loss or gradient is a spike.")
-    rewind_spikes: bool = HfArg(
-        default=False, help="After a spike, go back to the newest checkpoint, and leave out the rows that caused it."
-    )
     weight_decay: float = HfArg(default=0.1, help="Weight decay of matrices. Vectors have none.")
     adam_beta2: float = HfArg(default=0.95, help="AdamW's decay rate of the second moment.")
     num_train_epochs: float = HfArg(default=1.0, help="Passes over the training data.")

@@ -124,7 +124,6 @@ class Run:
     num_tokens: int
     weights: dict[str, torch.Tensor]
     pos_cis_intact: list[bool]
-    num_engines: list[int]
     output: str
 
 
@@ -140,6 +139,5 @@ def run_probe(launcher: str, arguments: list[str], output_dir: Path, **environme
         num_tokens=history[-1]["num_input_tokens_seen"],
         weights=load_file(next(output_dir.glob("*model.safetensors"))),
         pos_cis_intact=[probe["pos_cis_intact"] for probe in probes],
-        num_engines=[probe["num_engines"] for probe in probes],
         output=result.stdout,
     )

@@ -104,7 +104,7 @@ def test_a_locked_directory_is_refused_before_anything_is_written(tmp_path, in_a
     child = in_a_child(lambda: RunDirectory(tmp_path).lock(ALONE))
     with pytest.raises(ValueError, match="is in use by another process"):
         args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-        begin_run("pretrain", args, ModelArguments(), method="pretraining")
+        begin_run("pretrain", args, ModelArguments())
     trainer = make_trainer(tmp_path, make_documents(), arguments={"max_steps": 1})
     with pytest.raises(ValueError, match="is in use by another process"):
         trainer.train()

@@ -139,7 +139,7 @@ def test_sharded_weights_and_other_stages_are_refused(tmp_path, monkeypatch):
 def test_adapters_are_refused(tmp_path):
     args = make_arguments(tmp_path, **EMULATED, optim_preset="adamw")
     with pytest.raises(ValueError, match="--fp8 trains no adapters"):
-        begin_run("sft", args, ModelArguments(), AdapterArguments(use_peft=True), method="fine-tuning")
+        begin_run("sft", args, ModelArguments(), AdapterArguments(use_peft=True))
 
 
 def test_accelerate_launch_asks_for_float8(tmp_path, monkeypatch):

@@ -255,7 +255,8 @@ def test_a_flag_newer_than_the_checkpoint_had_its_default(tmp_path):
     now = describe_run(trainer)
     (tmp_path / "checkpoint-3").mkdir()
     older = {name: value for name, value in now["settings"].items() if name != "skip_spikes"}
-    write_manifest(tmp_path / "checkpoint-3", now | {"settings": older})
+    # This flag is gone, and did nothing by default.
+    write_manifest(tmp_path / "checkpoint-3", now | {"settings": older | {"rewind_spikes": False}})
     check_resume(str(tmp_path / "checkpoint-3"), now, trainer.args)
     changed = now | {"settings": now["settings"] | {"skip_spikes": True}}
     with pytest.raises(UserError, match="--skip_spikes was False and is now True"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain.training.settling import showing
+from hf_pretrain.training.settling import overriding
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import launcher_command, start
 from tests.trainers import frozen, make_documents, make_trainer
@@ -25,7 +25,7 @@ def test_nothing_assigns_to_an_argument_during_a_run(tmp_path, monkeypatch, give
 
 def test_an_argument_is_shown_for_a_moment(tmp_path):
     args = LMTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", save_total_limit=3)
-    with pytest.raises(ZeroDivisionError), showing(args, save_total_limit=7):
+    with pytest.raises(ZeroDivisionError), overriding(args, save_total_limit=7):
         assert args.save_total_limit == 7
         raise ZeroDivisionError
     assert args.save_total_limit == 3

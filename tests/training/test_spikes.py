@@ -2,8 +2,6 @@
 
 import json
 import random
-import shutil
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -15,7 +13,6 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import spikes as spikes_module
 from hf_pretrain.training.spikes import check_spikes, is_spike
-from hf_pretrain.training.stopping import restore_endings
 from tests.models import assert_near
 from tests.toys import toy_model
 from tests.trainers import make_trainer
@@ -157,115 +154,6 @@ def test_a_resumed_run_skips_the_same_step(tmp_path):
     assert torch.equal(whole.found[NUM_STEPS], again.found[NUM_STEPS])
 
 
-@pytest.mark.parametrize(("optim_preset", "before"), [("adamw", 3), ("muon", 3), ("adamw", 1)])
-def test_a_run_that_goes_back_is_as_if_its_rows_were_not_there(tmp_path, optim_preset, before, capfd):
-    """Compare with a run whose rows have no labels from the beginning. The noise may come right after a checkpoint."""
-    weights, expected = Weights(NUM_STEPS), Weights(NUM_STEPS)
-    # Only the step of the noise has a spike.
-    (tmp_path / "rewound").mkdir()
-    trainer, spikes = run(
-        tmp_path / "rewound",
-        easy_rows(NOISE),
-        weights,
-        **{"optim_preset": optim_preset, "dropout": 0.1, "rewind_spikes": True},
-        **{"save_strategy": "steps", "save_steps": NOISE_STEP - before},
-    )
-    assert [(spike["step"], spike["rewound_to"]) for spike in spikes] == [(NOISE_STEP, NOISE_STEP - before)]
-    assert (
-        f"goes back to {tmp_path}/rewound/checkpoint-{NOISE_STEP - before} and leaves out the 2 rows"
-        in capfd.readouterr().out
-    )
-    rows = easy_rows(NOISE)
-    for number, row in enumerate(rows):
-        row["loss_mask"] = [float(number // 2 != NOISE_STEP - 1)] * 24
-    run(tmp_path, rows, expected, optim_preset=optim_preset, dropout=0.1)
-    assert torch.equal(weights.found[NUM_STEPS], expected.found[NUM_STEPS])
-    # The log has each step once.
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [*range(1, NUM_STEPS + 1)]
-
-
-def test_a_resumed_run_leaves_the_same_rows_out(tmp_path):
-    """The run may end before its next checkpoint, and a later checkpoint may be copied without `spikes.jsonl`."""
-    options = {"rewind_spikes": True, "save_strategy": "steps", "save_steps": 70, "max_steps": 2 * NUM_STEPS}
-    whole = Weights(2 * NUM_STEPS)
-    (tmp_path / "whole").mkdir()
-    # The second pass reads the noise again, without a spike.
-    spikes = run(tmp_path / "whole", easy_rows(NOISE), whole, save_total_limit=9, **options)[1]
-    assert [(spike["step"], spike["rewound_to"]) for spike in spikes] == [(NOISE_STEP, 70)]
-    for first_step in (70, 280):
-        directory, again = tmp_path / f"from-{first_step}", Weights(2 * NUM_STEPS)
-        shutil.copytree(tmp_path / f"whole/checkpoint-{first_step}", directory / f"checkpoint-{first_step}")
-        if first_step == 70:
-            shutil.copy(tmp_path / "whole/spikes.jsonl", directory)
-        resume = str(directory / f"checkpoint-{first_step}")
-        assert run(directory, easy_rows(NOISE), again, resume=resume, **options)[1] == spikes[: first_step == 70]
-        assert torch.equal(whole.found[2 * NUM_STEPS], again.found[2 * NUM_STEPS])
-
-
-def test_padding_and_odd_lines_change_nothing(tmp_path, monkeypatch):
-    """Rows of uneven length come in other batches, the last row is beside a padding row, and a disk was full."""
-    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) == 4)
-    rows = [{"input_ids": [3 + number] * (4 + number % 5), "seq_lengths": [4 + number % 5]} for number in range(9)]
-
-    class OddText(MaskedLossTrainer):
-        """A text with an end of a line that JSON does not escape."""
-
-        def _get_grad_norm(self, *args, **kwargs):
-            # Only once: the run counts in this file how often it went back.
-            if self.state.global_step == 4 and not hasattr(self, "odd"):
-                self.odd = True
-                path = Path(self.args.output_dir, "spikes.jsonl")
-                path.write_text('{"step": 1, "rows": [{"text": "\u2028"}]}\n{"step": 2, "ro\n', encoding="utf-8")
-            return super()._get_grad_norm(*args, **kwargs)
-
-    arguments = {
-        "rewind_spikes": True,
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "max_steps": 10,
-        "save_total_limit": 9,
-    }
-    arguments |= {"optim_preset": "adamw", "optim": None, "train_sampling_strategy": "sequential"}
-    trainer = make_trainer(tmp_path, rows, batch=2, arguments=arguments, trainer_class=OddText)
-    trainer.train()
-    rewinds = (tmp_path / "spikes.jsonl").read_text(encoding="utf-8").count("rewound_to")
-    assert rewinds == 1
-    # Of the fifth step, the single row is left out, and not the first row, which fills the step.
-    assert list(trainer.spikes.left_out.values()) == [4]
-    longer = rows[8]["input_ids"] + [0, 0]
-    assert {spikes_module.row_digest(longer, 0)} == trainer.spikes.left_out.keys()
-    resumed = make_trainer(tmp_path, rows, batch=2, arguments=arguments)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert resumed.spikes.left_out == trainer.spikes.left_out
-
-
-def test_a_run_that_went_back_keeps_the_time_that_it_spent(tmp_path):
-    trainer = make_trainer(tmp_path, easy_rows(), arguments={"max_minutes": 1.0, "max_steps": -1})
-    trainer.time_budget.spent = 30.0
-    trainer.state.stateful_callbacks = {"TimeBudget": {"args": {}, "attributes": {"spent": 20.0, "share": 0.4}}}
-    restore_endings(trainer)
-    assert (trainer.time_budget.spent, trainer.time_budget.share) == (30.0, 0.4)
-
-
-def test_an_optimizer_of_the_caller_is_refused(tmp_path):
-    model = toy_model(vocab_size=64)
-    optimizers = torch.optim.Adagrad(model.parameters()), None
-    arguments = {"rewind_spikes": True, "save_strategy": "steps"}
-    with pytest.raises(UserError, match="Pass no optimizer"):
-        make_trainer(tmp_path, easy_rows(), model=model, arguments=arguments, optimizers=optimizers)
-
-
-def test_a_run_goes_on_without_a_checkpoint_and_after_five_returns(tmp_path, monkeypatch, capfd):
-    """A learning rate that is too high makes a spike of any rows."""
-    options = {"rewind_spikes": True, "save_strategy": "steps", "max_steps": 8, "per_device_train_batch_size": 16}
-    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) == 5)
-    for save_steps, returns, words in ((7, 0, "no checkpoint to go back to"), (4, 5, "5 times already and goes on")):
-        (tmp_path / words).mkdir()
-        trainer, spikes = run(tmp_path / words, easy_rows(), save_steps=save_steps, **options)
-        assert trainer.state.global_step == 8 and words in capfd.readouterr().out
-        assert ["rewound_to" in spike for spike in spikes] == [True] * returns + [False]
-
-
 def test_a_learning_rate_that_is_too_high_is_seen(tmp_path):
     """Its rows are looked up once, and not in each of its many steps."""
 
@@ -319,11 +207,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, capfd):
     [
         ({"skip_spikes": True, "has_masked_loss": False}, "works in pretraining"),
         ({"skip_spikes": True, "deepspeed_plugin": "ZeRO"}, "DeepSpeed updates the weights in the backward pass"),
-        ({"rewind_spikes": True, "fp16": True}, "--rewind_spikes: in fp16, the loss scaler decides"),
-        ({"rewind_spikes": True, "skip_spikes": True}, "Leave out --skip_spikes"),
-        ({"rewind_spikes": True, "neftune_noise_alpha": 5.0}, "--neftune_noise_alpha"),
-        # The toy trainer saves nothing.
-        ({"rewind_spikes": True}, "--save_strategy no"),
+        ({"skip_spikes": True, "fp16": True}, "--skip_spikes: in fp16, the loss scaler decides"),
     ],
 )
 def test_what_cannot_skip_says_so(tmp_path, changes, words, monkeypatch):
