@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+@dataclass
 class Answer:
     """
     An answer that grows token by token, and ends before the first of its stop strings.
@@ -30,21 +32,18 @@ class Answer:
         has_stopped (`bool`): whether a stop string has ended the answer.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        prompt: list[int],
-        config: GenerationConfig,
-        *,
-        seed: int | None,
-        stops: list[str],
-        has_special_tokens: bool,
-    ):
-        self.tokenizer, self.stops, self._skips = tokenizer, stops, not has_special_tokens
-        self.prompt, self.config, self.seed = prompt, config, seed
-        self.tokens: list[int] = []
-        self.has_stopped = False
-        self._decoder, self._held = DecodeStream(skip_special_tokens=self._skips), ""
+    tokenizer: PreTrainedTokenizerFast
+    prompt: list[int]
+    config: GenerationConfig
+    _: KW_ONLY
+    seed: int | None
+    stops: list[str]
+    has_special_tokens: bool
+    tokens: list[int] = field(default_factory=list, init=False)
+    has_stopped: bool = field(default=False, init=False)
+
+    def __post_init__(self):
+        self._decoder, self._held = DecodeStream(skip_special_tokens=not self.has_special_tokens), ""
 
     @property
     def finish_reason(self) -> str:
@@ -74,7 +73,7 @@ class Answer:
 
     def whole(self) -> str:
         """Return the whole text."""
-        return self._cut(self.tokenizer.decode(self.tokens, skip_special_tokens=self._skips))
+        return self._cut(self.tokenizer.decode(self.tokens, skip_special_tokens=not self.has_special_tokens))
 
     def _cut(self, text: str) -> str:
         return text[: min((text.find(stop) for stop in self.stops if stop in text), default=None)]

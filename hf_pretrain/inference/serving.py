@@ -120,11 +120,12 @@ class Endpoints:
         config, how = self._make_config(fields, len(prompt)), {"has_special_tokens": form.has_special_tokens}
         answer = Answer(self.tokenizer, prompt, config, seed=fields.seed, stops=fields.stop, **how)
         self.engine.check()
+        headers = {"x-request-id": form.request_id}
         if fields.stream:
-            return StreamingResponse(self._stream(answer, form), media_type="text/event-stream")
+            return StreamingResponse(self._stream(answer, form), media_type="text/event-stream", headers=headers)
         await self.engine.complete(answer)
         choice = form.whole(answer.whole(), answer.finish_reason)
-        return JSONResponse(form.fill(choice, form.kind, usage=answer.usage))
+        return JSONResponse(form.fill(choice, form.kind, usage=answer.usage), headers=headers)
 
     def _make_config(self, fields: ChatFields | CompletionFields, num_tokens: int) -> GenerationConfig:
         """
