@@ -93,27 +93,21 @@ class CompletionForm:
 
     def __init__(self, request_id: str, model: str):
         self.request_id, self.model = request_id, model
+        # The choices of a stream before its first token.
+        self.opening: list[dict[str, Any]] = []
 
     def fill(self, choice: dict[str, Any], kind: dict[str, Any], **more: Any) -> dict[str, Any]:
         """Return a whole answer, or an event of a stream, with this choice."""
         head = {"id": self.request_id, "choices": [choice], "created": int(time.time()), "model": self.model}
         return head | kind | more
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Return the choices of a stream before its first token."""
-        return []
-
     def add(self, text: str) -> list[dict[str, Any]]:
         """Return the choices of a stream that a new text adds."""
         return [{"index": 0, "text": text}]
 
-    def rest(self) -> list[dict[str, Any]]:
-        """Return the choices of a stream that its end adds."""
-        return []
-
-    def last(self, reason: str) -> dict[str, Any]:
-        """Return the last choice of a stream. It says why the answer has ended."""
-        return {"finish_reason": reason, "index": 0, "text": ""}
+    def ending(self, reason: str) -> list[dict[str, Any]]:
+        """Return the choices of a stream after its last token. The last one says why the answer has ended."""
+        return [{"finish_reason": reason, "index": 0, "text": ""}]
 
     def whole(self, text: str, reason: str) -> dict[str, Any]:
         """Return the choice of an answer without a stream."""
@@ -137,21 +131,18 @@ class ChatForm(CompletionForm):
         self.parser, self.num_calls = parser, 0
         # The parser needs them.
         self.has_special_tokens = parser is not None
-
-    def opening(self) -> list[dict[str, Any]]:
-        return [_piece(role="assistant"), *self._read([] if self.parser is None else self.parser.initial_events)]
+        self.opening = [_piece(role="assistant"), *self._read([] if parser is None else parser.initial_events)]
 
     def add(self, text: str) -> list[dict[str, Any]]:
         return [_piece(content=text)] if self.parser is None else self._read(self.parser.feed(text))
 
-    def rest(self) -> list[dict[str, Any]]:
-        # The parser refuses an answer that ends within a tool call.
-        with suppress(ValueError, RuntimeError):
-            return [] if self.parser is None else self._read(self.parser.finalize()[1])
-        return []
-
-    def last(self, reason: str) -> dict[str, Any]:
-        return _piece() | {"finish_reason": "tool_calls" if self.num_calls else reason}
+    def ending(self, reason: str) -> list[dict[str, Any]]:
+        pieces = []
+        if self.parser is not None:
+            # The parser refuses an answer that ends within a tool call.
+            with suppress(ValueError, RuntimeError):
+                pieces = self._read(self.parser.finalize()[1])
+        return [*pieces, _piece() | {"finish_reason": "tool_calls" if self.num_calls else reason}]
 
     def whole(self, text: str, reason: str) -> dict[str, Any]:
         parts: dict[str, Any] = {"content": text}

@@ -157,23 +157,20 @@ class Endpoints:
     async def _stream(self, answer: Answer, form: CompletionForm) -> AsyncGenerator[bytes]:
         """Yield the events of a streamed answer. If the client leaves, the answer ends."""
 
-        def events(choices: list[dict[str, Any]], **more: Any) -> list[bytes]:
-            return [_event(form.fill(choice, form.chunk_kind, **more)) for choice in choices]
+        def event(choice: dict[str, Any], **more: Any) -> bytes:
+            content = form.fill(choice, form.chunk_kind, **more)
+            return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
         try:
-            yield b"".join(events(form.opening()))
+            yield b"".join(map(event, form.opening))
             async with aclosing(self.engine.stream(answer)) as texts:
                 async for text in texts:
-                    yield b"".join(events(form.add(text) if text else []))
-            yield b"".join(events(form.rest()) + events([form.last(answer.finish_reason)], usage=answer.usage))
+                    yield b"".join(map(event, form.add(text) if text else []))
+            *pieces, last = form.ending(answer.finish_reason)
             # As OpenAI's streams end, which some clients wait for.
-            yield b"data: [DONE]\n\n"
+            yield b"".join(map(event, pieces)) + event(last, usage=answer.usage) + b"data: [DONE]\n\n"
         except Exception as error:
             yield b"data: " + bytes(refuse(None, error).body) + b"\n\n"
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def _request_id(request: Request) -> str:
