@@ -1,5 +1,5 @@
 """
-Serve a model with transformers' OpenAI-compatible server. By default, only this machine can use it (`--host`).
+Serve a model under OpenAI's API. By default, only this machine can use it (`--host`).
 
     hf-pretrain serve
     hf-pretrain serve --model_name_or_path out/sft-tiny --port 8001 --think off
@@ -22,7 +22,6 @@ positions.
 """
 
 import argparse
-import json
 import sys
 
 from hf_pretrain.checkpoints.directory import find_newest_run
@@ -32,7 +31,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.minimind_flags import translate_minimind
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.texts import LANGUAGES
-from hf_pretrain.tokenizer.control_tokens import check_chat_template, thinking_variables
+from hf_pretrain.tokenizer.control_tokens import check_chat_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 
@@ -61,9 +60,8 @@ def main(args: argparse.Namespace) -> None:
         if args.web:
             check_chat_template(tokenizer)
     thinking, hosts = THINK[args.think], [args.host, *args.allowed_hosts]
-    options = {"host": args.host, "hosts": hosts, "device": "cpu" if args.use_cpu else "auto", "dtype": args.dtype}
-    options |= {"default_seed": args.seed, "rope_scaling": args.inference_rope_scaling, "engine": args.engine}
-    options |= {"chat_template_kwargs": json.dumps(thinking_variables(thinking))}
+    options = {"host": args.host, "hosts": hosts, "thinking": thinking, "seed": args.seed, "use_cpu": args.use_cpu}
+    options |= {"dtype": args.dtype, "rope_scaling": args.inference_rope_scaling, "engine": args.engine}
     servers = [serve_model(name, port=number, **options) for name, number in zip(names, ports, strict=True)]
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host

@@ -2,14 +2,12 @@
 
 import contextlib
 import json
-import logging
 from collections.abc import Iterator
 
 import pytest
 import requests
 
-from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.inference.serving import model_manager, serve_model
+from hf_pretrain.inference.serving import serve_model
 from tests.invariants.launching import free_port
 
 
@@ -20,17 +18,13 @@ openai = pytest.importorskip("openai")
 def served(model: str, **options) -> Iterator[openai.OpenAI]:
     """Serve a model in this process, and give a client, whose `model` is its name."""
     port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        # The server's loader stays in transformers, and later tests of this process load other models.
-        patch.setattr(model_manager.transformers, "MiniMindForCausalLM", MiniMindForCausalLM, raising=False)
-        server = serve_model(model, host="127.0.0.1", port=port, device="cpu", **{"hosts": []} | options)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=3, timeout=500)
-        client.served = model
-        yield client
-        # A server that must exit leaves a coroutine, whose late end disturbs what runs when Python collects it.
-        client.close()
-        server.kill_server()
-    logging.disable(logging.NOTSET)
+    server = serve_model(model, host="127.0.0.1", port=port, use_cpu=True, **{"hosts": []} | options)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=3, timeout=500)
+    client.served = model
+    yield client
+    # A server that must exit leaves a coroutine, whose late end disturbs what runs when Python collects it.
+    client.close()
+    server.stop()
 
 
 def ask(client, messages, **options):

@@ -83,7 +83,7 @@ def used_names() -> dict[str, str]:
     nodes = [(path, node) for path, tree in trees().items() for node in ast.walk(tree)]
     own = set()
     for _, node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             own.add(node.id)

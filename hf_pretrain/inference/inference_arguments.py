@@ -2,22 +2,26 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..checkpoints.directory import find_newest_run
+from ..model.configuration_minimind import MiniMindConfig
+from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.errors import UserError
+from ..runtime.package_models import find_gguf
 from ..runtime.parser import RecipeParser
-from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
-from ..weights.adapters import is_adapted, merge_adapter
+from ..tokenizer.control_tokens import set_stop_tokens
+from ..tokenizer.pretrained import load_tokenizer
+from ..weights.adapters import adapter_base, is_adapted, merge_adapter
 from ..weights.foreign_configs import DEFAULT_SAMPLING, own_sampling
-from ..weights.model_arguments import ModelArguments, load_model
-from .llama_cpp import LlamaCppModel
+from ..weights.importing import is_native_checkpoint, load_native_checkpoint
+from ..weights.model_arguments import ModelArguments, load_model, with_yarn
+from .engine import Engine, LlamaCppEngine
+from .llama_cpp import NUM_SEQUENCES, LlamaCppModel
 from .terminal_chat import is_base_model
 
 
@@ -124,24 +128,41 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: vars(args)[name] for name in ("max_new_tokens", *DEFAULT_SAMPLING)}
 
 
-def load_for_server(name: str, rope_scaling: str | None) -> tuple[TemporaryDirectory, Callable[..., Any]]:
+def load_engine(
+    name: str,
+    *,
+    use_cpu: bool = False,
+    dtype: str = "auto",
+    rope_scaling: str | None = None,
+    engine: str | None = None,
+) -> tuple[Engine, PreTrainedTokenizerFast]:
     """
-    Load an adapter, a GGUF file or a model of the package index, which the server cannot read. Return a directory with
-    its config and tokenizer, which it can read, and a function that returns the model instead of reading weights.
+    Return the engine of a server, and the tokenizer of its model.
+
+    Args:
+        name (`str`): a directory or Hub id, of an adapter, too; a GGUF file; a model of the package index.
+        use_cpu (`bool`): do not use the accelerator.
+        dtype (`str`): a dtype of torch; `auto` takes that of the weights.
+        rope_scaling (`str`, *optional*): as for [`~weights.model_arguments.with_yarn`].
+        engine (`str`, *optional*): as for [`with_engine`].
     """
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise UserError(f"--dtype {dtype} is no dtype of torch. Use auto, float32, float16 or bfloat16.")
     tokenizer = load_tokenizer(name)
-    arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
-    adapted: Any = load_model(arguments, tokenizer).eval()
-    model = merge_adapter(adapted) if is_adapted(adapted) else adapted
-    model.config.architectures = [type(model).__name__]
-    # The server is to hold it alone.
-    held = [model]
-    files = TemporaryDirectory()
-    model.config.save_pretrained(files.name)
-    save_tokenizer(tokenizer, files.name)
-
-    def place(*_: Any, dtype: Any = None, device_map: Any = None, **__: Any) -> PreTrainedModel:
-        device, model = default_device_type(use_cpu=device_map == "cpu"), held.pop()
-        return model.to(device, dtype if isinstance(dtype, torch.dtype) else model.dtype)
-
-    return files, place
+    loading: dict[str, Any] = {"dtype": dtype, "device_map": "cpu" if use_cpu else "auto"}
+    if adapter_base(name) is not None or find_gguf(name) is not None:
+        arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
+        adapted: Any = load_model(arguments, tokenizer).eval()
+        model = merge_adapter(adapted) if is_adapted(adapted) else adapted
+        model.to(default_device_type(use_cpu=use_cpu), model.dtype if dtype == "auto" else getattr(torch, dtype))
+    elif is_native_checkpoint(name):
+        if rope_scaling is not None:
+            loading["config"] = with_yarn(MiniMindConfig.from_pretrained(name), rope_scaling)
+        model = load_native_checkpoint(name, **loading)
+    else:
+        # Other architectures of transformers, which this package cannot convert.
+        model = AutoModelForCausalLM.from_pretrained(name, **loading)
+    set_stop_tokens(model, tokenizer)
+    if isinstance(model, MiniMindForCausalLM):
+        model = with_engine(model.eval(), engine, num_sequences=NUM_SEQUENCES)
+    return (LlamaCppEngine if isinstance(model, LlamaCppModel) else Engine)(model), tokenizer

@@ -164,7 +164,6 @@ def quiet_libraries() -> None:
     _hide_message("DeepSpeed", "Setting accelerator to CPU")
     # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the saved numbers of steps.
     _hide_message("transformers.trainer_utils", "The following arguments do not match")
-    _hide_message("transformers.cli.serving.model_manager", "Loading ")
 
 
 def _hide_message(logger: str, part: str) -> None:

@@ -19,8 +19,8 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.inference.guards import MAX_BYTES
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
+from hf_pretrain.inference.server_requests import MAX_BYTES
 from hf_pretrain.inference.serving import check_ports
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
