@@ -22,13 +22,13 @@ import psutil
 
 import hf_pretrain_cli
 
+from ..loading.model_arguments import choose_preset
 from ..reports.run_files import OUTPUT_NAME, read_launches
 from ..runtime.errors import UserError
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
 from ..training.minimind_flags import translate_minimind
 from ..training.parsing import read_defaults
-from ..weights.model_arguments import choose_preset
 
 
 # The flags that people change, by group, with their names for people. Parsers know their helps, choices and defaults.

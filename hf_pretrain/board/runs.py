@@ -12,8 +12,8 @@ from ..data.formats import EXTENSIONS
 from ..reports.page import Line, draw_charts, environment
 from ..reports.run_files import LOG_NAME, OUTPUT_NAME, RECORD_NAME, Run, read_run
 from ..reports.texts import Translation
+from ..runtime.json_files import read_json
 from ..runtime.writing import LOCK_NAME, find_holder, find_reason
-from ..weights.weight_files import read_json
 from .launching import overwrite_lines
 
 

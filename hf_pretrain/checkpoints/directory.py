@@ -9,8 +9,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
+from ..runtime.json_files import read_json
 from ..runtime.writing import ASIDE
-from ..weights.weight_files import read_json
 from .manifest import MANIFEST_NAME, find_damage
 
 

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 from yaml import YAMLError
 
+from ..loading.adapters import is_adapted
 from ..model.configuration_minimind import MiniMindConfig
 from ..reports.metrics import METRICS, NATS, find_evaluations
 from ..reports.run_files import read_launches
 from ..runtime.modelscope import PREFIX
 from ..runtime.names import DatasetName, is_local, public_name, split_hub_name
-from ..runtime.package_models import PACKAGE_MODELS, package_model
-from ..weights.adapters import is_adapted
 from ..weights.layouts import LAYOUTS
+from ..weights.package_models import PACKAGE_MODELS, package_model
 
 
 TAGS = ["minimind", "hf_pretrain"]

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..checkpoints.directory import find_newest_run
+from ..loading.adapters import is_adapted, merge_adapter
+from ..loading.model_arguments import ModelArguments, load_model
+from ..loading.native import DEFAULT_SAMPLING, own_sampling
 from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.errors import UserError
 from ..runtime.parser import RecipeParser
 from ..tokenizer.pretrained import load_tokenizer, save_tokenizer
-from ..weights.adapters import is_adapted, merge_adapter
-from ..weights.foreign_configs import DEFAULT_SAMPLING, own_sampling
-from ..weights.model_arguments import ModelArguments, load_model
 from .llama_cpp import LlamaCppModel
 from .terminal_chat import is_base_model
 

@@ -24,14 +24,14 @@ from tokenizers.decoders import DecodeStream
 from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
+from ..loading.adapters import adapter_base
+from ..loading.model_arguments import with_yarn
+from ..loading.native import load_native_checkpoint
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.command_line import is_quiet
 from ..runtime.errors import UserError, needing_extra
-from ..runtime.package_models import find_gguf
+from ..runtime.names import is_gguf
 from ..tokenizer.control_tokens import encode_documents, encode_prompt, set_stop_tokens
-from ..weights.adapters import adapter_base
-from ..weights.importing import load_native_checkpoint
-from ..weights.model_arguments import with_yarn
 from .guards import MISTAKES, HostGuard, RequestGuard, refuse
 from .inference_arguments import load_for_server, with_engine
 from .llama_cpp import NUM_SEQUENCES, EngineEnded, LlamaCppModel
@@ -79,7 +79,7 @@ def serve_model(
         name (`str`): a directory or Hub id, of an adapter, too; a GGUF file; a model of the package index.
         host (`str`), port (`int`): where to listen.
         hosts (`list[str]`): the names of this machine, for [`HostGuard`].
-        rope_scaling (`str`, *optional*): as for [`~weights.model_arguments.with_yarn`].
+        rope_scaling (`str`, *optional*): as for [`~loading.model_arguments.with_yarn`].
         engine (`str`, *optional*): as for [`~inference.inference_arguments.with_engine`].
         **options: other arguments of transformers' `Serve`.
     """
@@ -92,7 +92,7 @@ def serve_model(
     # This is not the module in `sys.modules`, because transformers replaces that one during its own import.
     load: Callable[..., Any] = load_native_checkpoint
     files = None
-    if adapter_base(name) is not None or find_gguf(name) is not None:
+    if adapter_base(name) is not None or is_gguf(name):
         files, load = load_for_server(name, rope_scaling)
     elif rope_scaling is not None:
         load = partial(load, config=with_yarn(MiniMindConfig.from_pretrained(name), rope_scaling))

@@ -28,11 +28,11 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
 from ..reports.run_files import Run, read_launches
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.json_files import read_json
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import written_whole
 from ..training.budgets import whole_model
 from ..training.minimind_flags import translate_minimind
-from ..weights.weight_files import read_json
 
 
 PLAN_NAME = "plan.json"

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers.hf_argparser import HfArg
 
+from ..loading.adapters import is_adapted, merge_adapter
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
 from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
-from ..weights.adapters import is_adapted, merge_adapter
 from .trl_support import add_router_loss, average_figures, connect, do_nothing, sum_figures, whole_batches
 
 

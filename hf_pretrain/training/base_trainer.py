@@ -21,6 +21,7 @@ from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes,
 from ..data.row_source import RowSource
 from ..hub.model_card import format_run_card
 from ..hub.pushing import HubPusher, create_repository
+from ..loading.adapters import base_model_of
 from ..model.decoder_layer import MiniMindDecoderLayer
 from ..model.loss import MiniMindLMHead
 from ..runtime.command_line import announce
@@ -28,7 +29,6 @@ from ..runtime.devices import compile_modules
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import UserCodeExit, launcher, let_workers_survive_one_sigterm, watch_launcher
-from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .callbacks import RunFigures, SaveBest
 from .deepspeed_support import gather_from_deepspeed, refusing_mismatches

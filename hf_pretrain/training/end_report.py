@@ -17,8 +17,8 @@ from ..reports.metrics import HEADLINES, Metric, named_figures
 from ..reports.run_files import RECORD_NAME, REPORT_NAME, Run, read_launches
 from ..reports.texts import format_rows, translation
 from ..runtime.errors import find_program
-from ..runtime.package_models import PACKAGE_MODELS
 from ..runtime.stages import STAGES
+from ..weights.package_models import PACKAGE_MODELS
 from .run_directory import RunDirectory
 from .training_arguments import LMTrainingArguments, optimizer_name
 

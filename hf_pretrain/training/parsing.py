@@ -11,13 +11,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from ..loading.model_arguments import choose_preset
 from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import hint
 from ..runtime.parser import RecipeParser, read_config
 from ..runtime.stages import STAGES
-from ..weights.model_arguments import choose_preset
 from .minimind_flags import translate_minimind
 
 

@@ -25,6 +25,8 @@ from ..data.preparation import PreparedData
 from ..data.unigram import unigram_loss
 from ..hub.model_card import RunFacts
 from ..hub.pushing import remove_staging
+from ..loading.adapters import AdapterArguments, base_model_of
+from ..loading.model_arguments import ModelArguments
 from ..reports.metrics import NATS
 from ..reports.run_files import read_launches
 from ..reports.texts import terminal_language
@@ -34,8 +36,6 @@ from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks, leave_process_group, on_main_process
 from ..runtime.signals import SignalListener
 from ..runtime.writing import check_output
-from ..weights.adapters import AdapterArguments, base_model_of
-from ..weights.model_arguments import ModelArguments
 from .budgets import BUDGETS
 from .callbacks import LogFileCallback, LogLinesCallback, ProfilerCallback, ProgressBarCallback
 from .deepspeed_support import import_deepspeed_late

@@ -17,9 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import TrainerCallback
 
 from ..data.unigram import tokens_and_starts
+from ..loading.adapters import base_model_of
+from ..loading.native import DEFAULT_SAMPLING
 from ..tokenizer.control_tokens import encode_prompt
-from ..weights.adapters import base_model_of
-from ..weights.foreign_configs import DEFAULT_SAMPLING
 from .callbacks import print_step
 from .run_directory import RunDirectory
 

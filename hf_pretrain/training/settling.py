@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import is_stream
+from ..loading.adapters import base_model_of
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
-from ..weights.adapters import base_model_of
 from .budgets import UNKNOWN_STEPS, token_budget
 from .deepspeed_support import complete_deepspeed_config
 from .launch import complete_fsdp_args

@@ -24,11 +24,11 @@ import xxhash
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ..checkpoints.directory import newest_checkpoint
+from ..loading.adapters import base_model_of
 from ..model.loss import prediction_weights
 from ..reports.run_files import read_entries
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
-from ..weights.adapters import base_model_of
 from .callbacks import print_step
 
 

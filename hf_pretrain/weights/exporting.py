@@ -14,17 +14,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, logging
 
+from ..loading.native import check_finite
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, check_empty, written_whole
 from ..tokenizer.control_tokens import set_stop_tokens
-from ..tokenizer.gguf_tokenizer import find_text_split
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
 from .foreign_configs import write_stock_fields, write_upstream_fields
 from .gguf import GGUF_TYPES, write_gguf
-from .importing import check_finite, load_upstream
+from .gguf_tokenizer import find_text_split
+from .importing import load_upstream
 from .layouts import LAYOUTS, describe_layout, is_rotated, to_half_split, unsupported_feature, upstream_layout
 
 

@@ -19,13 +19,13 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..data.encoding import EMPTY_THOUGHT
+from ..loading.native import DEFAULT_SAMPLING, own_sampling
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
-from ..runtime.gguf_file import GGUFFile, GGUFTensor, read_gguf_file
 from ..tokenizer.control_tokens import encode_prompt, find_turn_end
-from ..tokenizer.gguf_tokenizer import find_text_split
-from .foreign_configs import DEFAULT_SAMPLING, own_sampling
+from .gguf_file import GGUFFile, GGUFTensor, read_gguf_file
+from .gguf_tokenizer import find_text_split
 from .layouts import is_rotated, stock_layout, to_half_split
 
 
