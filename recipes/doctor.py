@@ -22,9 +22,7 @@ from hf_pretrain.weights.localizing import COPIES, copies_bytes, remove_copies
 
 def make_parser() -> RecipeParser:
     parser = RecipeParser(description=__doc__)
-    parser.add_argument(
-        "--remove_copies", action="store_true", help="only remove the copies of other programs' models"
-    )
+    parser.add_argument("--remove_copies", action="store_true", help="only remove the native copies")
     return parser
 
 

@@ -118,9 +118,8 @@ def _add_ones(rank: int, kind: str, num_ranks: int, store: str) -> None:
 def print_findings(more: Iterable[Finding] = ()) -> bool:
     """Print the findings of all checks and `more`, and return whether this machine has no defect."""
     is_sound = True
-    for finding in itertools.chain(
-        check_versions(), check_devices(), check_space(), check_copies(), more, check_ranks()
-    ):
+    checks = (check_versions(), check_devices(), check_space(), check_copies(), more, check_ranks())
+    for finding in itertools.chain(*checks):
         print_result(f"{finding.status:4}  {finding.name:18} {finding.message}")
         if finding.status != OK:
             print_result(f"      {'':18} -> {finding.advice}")
