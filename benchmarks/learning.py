@@ -27,10 +27,10 @@ from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.loading.model_arguments import parse_fields
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments, default_learning_rate
-from hf_pretrain.weights.model_arguments import parse_fields
 
 
 def main() -> None:

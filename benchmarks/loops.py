@@ -21,9 +21,9 @@ from benchmarks.bench import ROOT, environment
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.evaluation.eval_questions import EvalQuestions
 from hf_pretrain.inference.samples import answer_figures, choose_questions, generate, stop_tokens_of
+from hf_pretrain.loading.adapters import is_adapted
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.weights.adapters import is_adapted
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 NUM_QUESTIONS, MAX_TOKENS = 192, 64

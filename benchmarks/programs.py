@@ -179,7 +179,7 @@ def _model(setting: Setting) -> MiniMindForCausalLM:
     torch.manual_seed(0)
     model = MiniMindForCausalLM(setting.config)
     model.set_attn_implementation("packed")
-    # Choose the same implementation as the recipes do on CPUs (`weights/model_arguments.py`).
+    # Choose the same implementation as the recipes do on CPUs (`loading/model_arguments.py`).
     if setting.device.type == "cpu" and setting.config.num_experts:
         model.set_experts_implementation("eager")
     return model

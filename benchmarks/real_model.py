@@ -40,12 +40,12 @@ from hf_pretrain.data.corpora import load_embedded
 from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.encoding import encode_conversation
 from hf_pretrain.data.preparation import PreparedData, load_rows
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, load_adapter
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.importing import load_upstream
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 MODEL = "embedded:smollm2"

@@ -23,13 +23,13 @@ from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.inference.samples import GREEDY, generate
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.model.loss import prediction_weights
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 @dataclass

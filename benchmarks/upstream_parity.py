@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.tokenizer.chat_template import add_marks
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.importing import load_native_checkpoint, load_upstream
 
 

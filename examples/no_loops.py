@@ -22,11 +22,11 @@ from transformers import GenerationConfig
 import hf_pretrain_cli
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.inference.samples import GREEDY, generate, stop_tokens_of
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 # Tokens of a question and of an answer. DPO cuts pairs at the second number, so no stop token ends a loop there.

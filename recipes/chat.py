@@ -24,8 +24,8 @@ from hf_pretrain.inference.tools import offer_tools
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.minimind_flags import translate_minimind
-from hf_pretrain.runtime.package_models import package_model
 from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.weights.package_models import package_model
 
 
 def main(args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from huggingface_hub.constants import REPOCARD_NAME
 
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.pushing import create_repository, push_folder
+from hf_pretrain.loading.model_arguments import parse_fields
 from hf_pretrain.runtime.command_line import announce, one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
@@ -32,7 +33,6 @@ from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
-from hf_pretrain.weights.model_arguments import parse_fields
 from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
 
 

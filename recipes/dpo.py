@@ -14,11 +14,11 @@ those that docs/launching.md lists; `--help-all` prints all flags.
 
 from hf_pretrain.data.data_arguments import SourceArguments
 from hf_pretrain.data.preparation import load_rows
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, is_adapted
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, is_adapted
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 # TRL is optional. If it is missing, one line tells the user how to install it.

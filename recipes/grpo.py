@@ -14,12 +14,12 @@ Train a chat model with rewards for its answers: GRPO, its CISPO and DAPO losses
 """
 
 from hf_pretrain.inference.tools import load_tools
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 # TRL is optional. If it is missing, one line tells the user how to install it.

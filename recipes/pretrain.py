@@ -16,14 +16,14 @@ from functools import partial
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.data.preparation import load_rows
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.evaluation_arguments import EvalTaskArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 ARGUMENTS = (ModelArguments, AdapterArguments, DataArguments, EvalTaskArguments, LMTrainingArguments)

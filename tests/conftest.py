@@ -67,6 +67,14 @@ def pytest_configure(config):
             os.environ.setdefault("CXX", str(Path(__file__).parent / "fixtures/compiler/g++"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def native_copies(tmp_path_factory):
+    """Keep the native copies of this process out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_pretrain.weights.localizing.COPIES", tmp_path_factory.mktemp("native"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def build_model() -> Callable[..., MiniMindForCausalLM]:
     """Return a function that builds a toy model in eval mode from config overrides, with equal weights per call."""

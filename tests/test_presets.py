@@ -10,11 +10,11 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_pretrain import PRESETS
+from hf_pretrain.loading import model_arguments
 from hf_pretrain.runtime.stages import STAGES
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import default_learning_rate
-from hf_pretrain.weights import model_arguments
 from tests.invariants.launching import ROOT
 
 

@@ -22,6 +22,7 @@ import psutil
 
 import hf_pretrain_cli
 
+from ..loading.model_arguments import choose_preset
 from ..run_directory.directory import OUTPUT_NAME, RunDirectory
 from ..runtime.errors import UserError
 from ..runtime.launchers import read_launch
@@ -29,7 +30,6 @@ from ..runtime.minimind_flags import translate_minimind
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
 from ..training.parsing import read_defaults
-from ..weights.model_arguments import choose_preset
 
 
 # The flags that people change, by group, with their names for people. Parsers know their helps, choices and defaults.

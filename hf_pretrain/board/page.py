@@ -16,11 +16,11 @@ import hf_pretrain_cli
 
 from ..model.presets import PRESETS
 from ..runtime.errors import needing_extra
+from ..runtime.json_files import read_json
 from ..runtime.texts import LANGUAGES, Translation, translation
 from ..runtime.writing import find_holder, read_holder
 from ..weights.exporting import EXPORT_FORMATS
 from ..weights.gguf import GGUF_TYPES
-from ..weights.weight_files import read_json
 from . import launching, runs
 from .launching import FLAGS, FORM, answers, find_defaults, make_words, run_command
 from .runs import OUT

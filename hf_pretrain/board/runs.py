@@ -12,9 +12,9 @@ from ..data.formats import EXTENSIONS
 from ..reports.page import Line, draw_charts, environment
 from ..run_directory.directory import OUTPUT_NAME, RECORD_NAME, RunDirectory
 from ..run_directory.history import RunHistory, read_run
+from ..runtime.json_files import read_json
 from ..runtime.texts import Translation
 from ..runtime.writing import find_holder, find_reason
-from ..weights.weight_files import read_json
 from .launching import overwrite_lines
 
 

@@ -8,7 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import logging
 
 from ..runtime.errors import UserError
-from ..weights.weight_files import read_json
+from ..runtime.json_files import read_json
 from .manifest import MANIFEST_NAME, find_damage
 
 

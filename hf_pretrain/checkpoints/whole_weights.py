@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from ..loading.adapters import base_model_of, is_adapted
 from ..runtime.errors import UserError
-from ..weights.adapters import base_model_of, is_adapted, read_adapter
+from ..runtime.named import load_named
 from . import zero_state
 
 
@@ -30,7 +31,8 @@ def load_weights(directory: str | Path, model: Any, *, engine: Any = None) -> No
         `UserError`: if tensors are missing or unexpected. A tied head is not in the files.
     """
     # Every rank reads the whole checkpoint, and keeps its shards.
-    weights = read_adapter(directory, base_model_of(model)) if is_adapted(model) else {}
+    read = load_named("hf_pretrain.weights.adapted_model:read_adapter") if is_adapted(model) else None
+    weights = read(directory, base_model_of(model)) if read else {}
     for path in () if weights else sorted(Path(directory).glob("*.safetensors")):
         weights |= load_file(path)
     # NOTE: `set_model_state_dict` reports no missing tensors: it keeps the model's own values in their place.

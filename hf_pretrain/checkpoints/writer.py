@@ -25,10 +25,10 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import CONFIG_NAME
 
+from ..loading.adapters import base_model_of, is_adapted
 from ..runtime.ranks import on_main_process
 from ..runtime.writing import ASIDE, moved_when_whole, refused_write
 from ..tokenizer.pretrained import save_tokenizer
-from ..weights.adapters import base_model_of, is_adapted
 from .directory import set_aside, summarize
 from .manifest import find_damage, write_manifest
 

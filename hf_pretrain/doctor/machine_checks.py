@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from ..runtime.command_line import print_result
 from ..runtime.devices import find_unused_gpu, has_bfloat16_units
 from ..runtime.ranks import leave_process_group
+from ..weights import localizing
 
 
 OK, NOTE, BAD = "ok", "note", "bad"
@@ -82,6 +83,13 @@ def check_space() -> Iterator[Finding]:
         yield Finding(OK if free > least_gb * 1e9 else NOTE, name, f"{free / 1e9:.1f} GB free", advice)
 
 
+def check_copies() -> Iterator[Finding]:
+    """Show the size of the native copies of other programs' models."""
+    if size := localizing.copies_bytes():
+        removal = "`hf-pretrain doctor --remove_copies` removes them"
+        yield Finding(OK, "native copies", f"{size / 1e9:.1f} GB below {localizing.COPIES}; {removal}")
+
+
 def check_ranks() -> Iterator[Finding]:
     """Start two ranks on each kind of device, which add their numbers."""
     kinds = {"cpu": 2} | ({"cuda": min(2, torch.cuda.device_count())} if torch.cuda.is_available() else {})
@@ -110,7 +118,8 @@ def _add_ones(rank: int, kind: str, num_ranks: int, store: str) -> None:
 def print_findings(more: Iterable[Finding] = ()) -> bool:
     """Print the findings of all checks and `more`, and return whether this machine has no defect."""
     is_sound = True
-    for finding in itertools.chain(check_versions(), check_devices(), check_space(), more, check_ranks()):
+    checks = (check_versions(), check_devices(), check_space(), check_copies(), more, check_ranks())
+    for finding in itertools.chain(*checks):
         print_result(f"{finding.status:4}  {finding.name:18} {finding.message}")
         if finding.status != OK:
             print_result(f"      {'':18} -> {finding.advice}")

@@ -8,9 +8,9 @@ import torch
 from datasets import Dataset
 from torch.nn import functional as F
 
+from ..loading.adapters import base_model_of
 from ..model.rotary import MiniMindRotaryEmbedding
 from ..training.masked_loss_trainer import MaskedLossTrainer
-from ..weights.adapters import base_model_of
 
 
 # The ranges of positions end before these.

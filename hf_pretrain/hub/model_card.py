@@ -16,15 +16,15 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
 from yaml import YAMLError
 
+from ..loading.adapters import is_adapted
 from ..model.configuration_minimind import MiniMindConfig
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import METRICS, NATS, find_evaluations
 from ..runtime.modelscope import PREFIX
 from ..runtime.names import is_local, public_name
-from ..runtime.package_models import PACKAGE_MODELS, hub_id
-from ..weights.adapters import is_adapted
 from ..weights.layouts import LAYOUTS
+from ..weights.package_models import PACKAGE_MODELS, hub_id
 
 
 TAGS = ["minimind", "hf_pretrain"]

@@ -8,18 +8,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..checkpoints.directory import find_newest_run
+from ..loading.adapters import adapter_base, is_adapted, merge_adapter
+from ..loading.model_arguments import ModelArguments, load_model, with_yarn
+from ..loading.native import DEFAULT_SAMPLING, is_native_checkpoint, load_native_checkpoint, own_sampling
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.errors import UserError
-from ..runtime.package_models import find_gguf
+from ..runtime.names import is_gguf
 from ..runtime.parser import RecipeParser
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import load_tokenizer
-from ..weights.adapters import adapter_base, is_adapted, merge_adapter
-from ..weights.foreign_configs import DEFAULT_SAMPLING, own_sampling
-from ..weights.importing import is_native_checkpoint, load_native_checkpoint
-from ..weights.model_arguments import ModelArguments, load_model, with_yarn
 from .engine import Engine, LlamaCppEngine
 from .llama_cpp import NUM_SEQUENCES, LlamaCppModel
 from .terminal_chat import is_base_model
@@ -143,14 +142,14 @@ def load_engine(
         name (`str`): a directory or Hub id, of an adapter, too; a GGUF file; a model of the package index.
         use_cpu (`bool`): do not use the accelerator.
         dtype (`str`): a dtype of torch; `auto` takes that of the weights.
-        rope_scaling (`str`, *optional*): as for [`~weights.model_arguments.with_yarn`].
+        rope_scaling (`str`, *optional*): as for [`~loading.model_arguments.with_yarn`].
         engine (`str`, *optional*): as for [`with_engine`].
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UserError(f"--dtype {dtype} is no dtype of torch. Use auto, float32, float16 or bfloat16.")
     tokenizer = load_tokenizer(name)
     loading: dict[str, Any] = {"dtype": dtype, "device_map": "cpu" if use_cpu else "auto"}
-    if adapter_base(name) is not None or find_gguf(name) is not None:
+    if adapter_base(name) is not None or is_gguf(name):
         arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
         adapted: Any = load_model(arguments, tokenizer).eval()
         model = merge_adapter(adapted) if is_adapted(adapted) else adapted

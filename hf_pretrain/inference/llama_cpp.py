@@ -32,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.signals import SignalListener
-from ..weights.exporting import choose_layout
+from ..weights.exporting import choose_format
 from ..weights.gguf import id_text, write_gguf
 
 
@@ -105,7 +105,7 @@ class LlamaCppModel:
     def __init__(self, model: MiniMindForCausalLM, *, num_sequences: int = 1):
         if find_spec("xllamacpp") is None:
             raise UserError("llama.cpp is not installed; pip install xllamacpp.")
-        choose_layout(model.config, "gguf", dtype="float16")
+        choose_format(model.config, "gguf", dtype="float16")
         self.config, self.generation_config = copy.deepcopy(model.config), model.generation_config
         self.name_or_path = model.name_or_path
         if unknown := model.generation_config.to_diff_dict().keys() - _KNOWN_FIELDS:

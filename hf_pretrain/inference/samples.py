@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.preparation import PreparedData
 from ..data.unigram import tokens_and_starts
+from ..loading.native import DEFAULT_SAMPLING
 from ..tokenizer.control_tokens import encode_prompt
-from ..weights.foreign_configs import DEFAULT_SAMPLING
 
 
 # Answers that an evaluation of a chat model measures, and their tokens.

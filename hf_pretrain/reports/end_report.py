@@ -10,9 +10,9 @@ from ..model.presets import PRESETS
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import HEADLINES, Metric, named_figures
 from ..runtime.errors import find_program
-from ..runtime.package_models import PACKAGE_MODELS, hub_id
 from ..runtime.stages import STAGES
 from ..runtime.texts import format_rows, translation
+from ..weights.package_models import PACKAGE_MODELS, hub_id
 
 
 def format_report(

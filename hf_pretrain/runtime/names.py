@@ -59,6 +59,11 @@ def check_choices(arguments: Any) -> None:
                 check_word(f"--{field.name}", word, field.metadata["choices"])
 
 
+def is_gguf(name: str | Path) -> bool:
+    """Return whether a name means a GGUF file: a path, a file on the Hub, or a model of the package index."""
+    return str(name).startswith("embedded:") or str(name).endswith(".gguf")
+
+
 def is_path(name: str | Path) -> bool:
     """Return whether `name` can only be a local path, existing or not. Any other name may be a Hub id."""
     text = str(name)

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from . import modelscope
 from .bounds import check_bounds
 from .errors import UserError
+from .named import load_named
 from .names import hint
 from .secret_words import hide_secrets
 
@@ -114,9 +114,9 @@ def _download(value: Any, repo_type: str) -> Any:
     """Return the value of an argument with paths in place of names of ModelScope."""
     if isinstance(value, list):
         return [_download(each, repo_type) for each in value]
-    if not isinstance(value, str) or not value.startswith(modelscope.PREFIX):
+    if not isinstance(value, str) or not value.startswith("modelscope:"):
         return value
-    return modelscope.download(value, repo_type=repo_type)
+    return load_named("hf_pretrain.runtime.modelscope:download")(value, repo_type=repo_type)
 
 
 def own_fields(cls: type) -> set[str]:

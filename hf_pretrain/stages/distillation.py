@@ -22,17 +22,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
+from ..loading.native import is_native_checkpoint, load_native_checkpoint, localize
 from ..model.loss import RowLoss, prediction_weights, weighted_rows
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import check_choices
-from ..runtime.package_models import find_gguf
+from ..runtime.names import check_choices, is_gguf
 from ..tokenizer.pretrained import load_tokenizer
 from ..training.deepspeed_support import whole_weights
 from ..training.measurements import num_active_parameters
 from ..training.training_arguments import LMTrainingArguments
-from ..weights.importing import is_native_checkpoint, load_native_checkpoint, load_upstream
 
 
 logger = logging.get_logger(__name__)
@@ -79,9 +78,12 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
     """
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
     with whole_weights(), as_user_errors():
-        load = load_native_checkpoint if is_native_checkpoint(name_or_path) else _convert
-        teacher: PreTrainedModel | None = load(name_or_path, dtype=torch.float32)
-        if teacher is None:
+        try:
+            teacher: PreTrainedModel = load_native_checkpoint(localize(name_or_path), dtype=torch.float32)
+        except UserError as error:
+            if is_gguf(name_or_path) or is_native_checkpoint(name_or_path):
+                raise
+            logger.warning(f"The teacher stays a model of transformers, because it cannot be converted: {error}")
             # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
             teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
     if isinstance(teacher, MiniMindForCausalLM):
@@ -93,17 +95,6 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
         )
     # Without dropout, the teacher gives the same answers on every rank.
     return teacher.eval().requires_grad_(False)
-
-
-def _convert(name_or_path: str, *, dtype: torch.dtype) -> MiniMindForCausalLM | None:
-    """Return another program's model of MiniMind's shape, such as Llama's; `None` for other architectures."""
-    try:
-        return load_upstream(name_or_path, dtype=dtype)
-    except UserError as error:
-        if find_gguf(name_or_path) is not None:
-            raise
-        logger.warning(f"The teacher stays a model of transformers, because it cannot be converted: {error}")
-        return None
 
 
 def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -29,11 +29,11 @@ from ..model.presets import PRESETS
 from ..run_directory.directory import RunDirectory
 from ..run_directory.history import RunHistory
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.json_files import read_json
 from ..runtime.minimind_flags import translate_minimind
 from ..runtime.parser import recipe_parser
 from ..runtime.writing import written_whole
 from ..training.budgets import whole_model
-from ..weights.weight_files import read_json
 
 
 PLAN_NAME = "plan.json"

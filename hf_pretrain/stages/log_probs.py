@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..loading.adapters import base_model_of
 from ..model.loss import IGNORE_INDEX, MAX_LOGITS, MIN_ROWS
 from ..runtime.errors import needing_extra
-from ..weights.adapters import base_model_of
 
 
 with needing_extra("trl", "This head needs TRL"):

@@ -29,6 +29,7 @@ from ..data.preparation import PreparedData, end_preview
 from ..data.reward_tasks import load_tasks
 from ..data.sources import name_eval_sets
 from ..runtime.errors import UserError, as_user_errors, needing_extra
+from ..runtime.json_files import read_json
 from ..runtime.names import public_name
 from ..tokenizer.chat_template import fix_date
 from ..tokenizer.control_tokens import thinking_variables
@@ -37,7 +38,6 @@ from ..training.resume_check import digest_weights
 from ..training.run import Run
 from ..training.settling import overriding
 from ..training.training_arguments import LMTrainingArguments
-from ..weights.weight_files import read_json
 from .log_probs import replace_heads
 from .record_template import RecordTemplate
 from .rewards import REWARDS, answer_of, task_check

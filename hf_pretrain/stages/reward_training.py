@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from transformers.hf_argparser import HfArg
 
+from ..loading.adapters import is_adapted, merge_adapter
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
 from ..training.training_arguments import SFTTrainingArguments
-from ..weights.adapters import is_adapted, merge_adapter
 from .trl_trainer import TrlTrainer
 
 

@@ -16,11 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..runtime.names import may_be_checkpoint, split_hub_name
-from ..runtime.package_models import find_gguf
+from ..runtime.named import load_named
+from ..runtime.names import is_gguf, may_be_checkpoint, split_hub_name
 from .chat_template import add_marks, free_date
 from .control_tokens import BOS_TOKEN, EOS_TOKEN, MARKS, RESPONSE_TEMPLATE
-from .gguf_tokenizer import read_gguf_tokenizer
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
@@ -77,8 +76,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     Raises:
         `UserError`: if no tokenizer can be loaded from there.
     """
-    if (file := find_gguf(name_or_path)) is not None and file.is_file():
-        return _complete(read_gguf_tokenizer(file))
+    if is_gguf(name_or_path):
+        return _complete(load_named("hf_pretrain.weights.gguf_tokenizer:read_gguf_tokenizer")(name_or_path))
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     is_path = Path(name_or_path).is_dir()
     if Path(name_or_path).is_file():
@@ -151,7 +150,7 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     Args:
         path (`str` or `Path`): a checkpoint directory, a file of weights, or a Hub id.
     """
-    if find_gguf(path) is not None:
+    if is_gguf(path):
         return load_tokenizer(path)
     path, _ = split_hub_name(str(path))
     local = Path(path)

@@ -19,6 +19,7 @@ from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.whole_weights import gather_weights
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from ..data.row_source import RowSource
+from ..loading.adapters import base_model_of
 from ..model.decoder_layer import MiniMindDecoderLayer
 from ..model.loss import MiniMindLMHead
 from ..runtime.command_line import announce
@@ -28,7 +29,6 @@ from ..runtime.launchers import launcher
 from ..runtime.named import load_named
 from ..runtime.ranks import on_main_process
 from ..runtime.signals import UserCodeExit, let_workers_survive_one_sigterm, watch_launcher
-from ..weights.adapters import base_model_of
 from .budgets import PARTS_OF_TIME, TimeBudget, space_evaluations
 from .callbacks import RunFigures, SaveBest
 from .deepspeed_support import gather_from_deepspeed, refusing_mismatches

@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 from transformers.integrations import deepspeed as deepspeed_integration
 from transformers.utils import strtobool
 
+from ..loading.adapters import base_model_of, is_adapted
 from ..runtime.errors import UserError
-from ..weights.adapters import base_model_of, is_adapted
 from .optimizers import OPTIMIZERS
 
 

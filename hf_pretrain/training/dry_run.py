@@ -19,9 +19,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback, Tra
 
 from ..checkpoints.writer import checkpoint_bytes
 from ..data.collators import DataCollatorForPackedRows
+from ..loading.adapters import base_model_of
 from ..runtime.command_line import announce
 from ..runtime.texts import Translation, format_rows, translation
-from ..weights.adapters import base_model_of
 from .budgets import BUDGETS, whole_model
 from .measurements import flops_per_token, num_active_parameters, peak_memory_bytes
 from .training_arguments import optimizer_name

@@ -32,10 +32,10 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import PaddingRowCollator, RowSource, pad_rows
+from ..loading.adapters import base_model_of
 from ..model.configuration_minimind import MiniMindConfig
 from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
-from ..weights.adapters import base_model_of
 from .base_trainer import RunTrainer
 from .launch import check_micro_batch
 from .measurements import Meter, flops_per_token, known_peak

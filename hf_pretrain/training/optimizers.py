@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 
+from ..loading.adapters import is_adapted
 from ..runtime.devices import has_bfloat16_units
 from ..runtime.errors import UserError
-from ..weights.adapters import is_adapted
 
 
 # Coefficients of the quintic Newton-Schulz iteration. The polynomial is steep at zero, so small singular values grow

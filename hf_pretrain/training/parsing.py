@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from ..loading.model_arguments import choose_preset
 from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError, as_user_errors
@@ -18,7 +19,6 @@ from ..runtime.named import load_named
 from ..runtime.names import hint
 from ..runtime.parser import RecipeParser, read_config
 from ..runtime.stages import STAGES
-from ..weights.model_arguments import choose_preset
 
 
 # A size that is typed wins over a size that fits the memory.

@@ -26,10 +26,10 @@ from ..checkpoints.directory import checkpoint_path
 from ..checkpoints.manifest import MANIFEST_NAME, find_damage, read_manifest
 from ..checkpoints.optimizer_state import is_whole
 from ..checkpoints.zero_state import whole_parameter
+from ..loading.adapters import is_adapted
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..tokenizer.chat_template import free_date
-from ..weights.adapters import is_adapted
 from .micro_batch import depends_on_micro_batch
 from .training_arguments import LMTrainingArguments, optimizer_name, values_by_name
 

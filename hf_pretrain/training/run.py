@@ -23,6 +23,8 @@ from transformers import (
 from ..data.data_arguments import SourceArguments
 from ..data.preparation import PreparedData
 from ..data.unigram import unigram_loss
+from ..loading.adapters import AdapterArguments, base_model_of
+from ..loading.model_arguments import ModelArguments
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import NATS
@@ -35,8 +37,6 @@ from ..runtime.signals import SignalListener
 from ..runtime.stages import STAGES
 from ..runtime.texts import terminal_language
 from ..runtime.writing import check_output
-from ..weights.adapters import AdapterArguments, base_model_of
-from ..weights.model_arguments import ModelArguments
 from .budgets import BUDGETS
 from .callbacks import (
     AddedFigures,

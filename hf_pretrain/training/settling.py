@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import is_stream
+from ..loading.adapters import base_model_of
 from ..model.configuration_minimind import MiniMindConfig
 from ..run_directory.directory import now
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.stages import STAGES
-from ..weights.adapters import base_model_of
 from .budgets import UNKNOWN_STEPS, token_budget
 from .callbacks import AddedFigures
 from .deepspeed_support import complete_deepspeed_config

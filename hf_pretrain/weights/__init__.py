@@ -1,6 +1,6 @@
 """
-Weights in and out: native checkpoints, MiniMind's own generations, transformers architectures, GGUF and peft adapters,
-and the command-line arguments that name a model.
+Models of other programs, in and out: MiniMind's own generations, transformers' architectures, GGUF files, models of
+the package index, and adapters of peft.
 
-The package re-exports nothing: `gguf` and `peft` are optional, and `hf_pretrain` itself imports `adapters`.
+The package re-exports nothing: `gguf` and `peft` are optional, and `loading` names its modules by strings.
 """

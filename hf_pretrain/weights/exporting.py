@@ -8,52 +8,42 @@ cannot hold before it writes anything.
 import copy
 import json
 import math
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME, logging
 
+from ..loading.native import check_finite
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, check_empty, written_whole
 from ..tokenizer.control_tokens import set_stop_tokens
-from ..tokenizer.gguf_tokenizer import find_text_split
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
 from .comparing import ExportReport, compare
 from .foreign_configs import write_stock_fields, write_upstream_fields
 from .gguf import GGUF_TYPES, write_gguf
-from .importing import check_finite, load_upstream
-from .layouts import LAYOUTS, describe_layout, is_rotated, to_half_split, unsupported_feature, upstream_layout
+from .gguf_tokenizer import find_text_split
+from .importing import load_upstream
+from .layouts import (
+    GGUF_LACKS,
+    LAYOUTS,
+    describe_layout,
+    find_features,
+    is_rotated,
+    stock_layout,
+    to_half_split,
+    upstream_layout,
+)
 
 
 logger = logging.get_logger(__name__)
 
-EXPORT_FORMATS = ("minimind", "upstream", "llama", "qwen3", "qwen3_moe", "ernie4_5_moe", "gguf")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def choose_layout(config: MiniMindConfig, format: str, *, dtype: str) -> str:
-    """
-    Return the layout of the weights in `format`: a key of `LAYOUTS`, `"minimind"` or `"gguf"`.
-
-    Raises:
-        `UserError`: for an unknown format, a dtype that it lacks, or a model that it cannot hold; the message then
-            names the feature and the formats that hold it.
-    """
-    layouts = {name: upstream_layout(config) if name == "upstream" else name for name in EXPORT_FORMATS}
-    if format not in layouts:
-        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(layouts)}.")
-    known = GGUF_TYPES if format == "gguf" else DTYPES
-    if dtype not in known:
-        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(known)}.")
-    lacking = {name: unsupported_feature(config, layout) for name, layout in layouts.items()}
-    if lacking[format] is not None:
-        names = ", ".join(name for name, feature in lacking.items() if feature is None)
-        layout = describe_layout(layouts[format])
-        raise UserError(f"{layout} cannot hold {lacking[format]}. Formats that can hold this model: {names}.")
-    return layouts[format]
 
 
 def to_state_dict(model: MiniMindForCausalLM, layout: str) -> dict[str, torch.Tensor]:
@@ -87,6 +77,102 @@ def to_stock_model(model: MiniMindForCausalLM, layout: str) -> PreTrainedModel:
     stock.load_state_dict(state_dict, strict=True)
     stock.generation_config = model.generation_config
     return stock.to(model.dtype).eval()
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """
+    A format that [`export`] writes: this one is the package's own, which holds every model.
+
+    Args:
+        layout (`str`): a key of `LAYOUTS`, or the format's own name.
+        lacks (`frozenset[str]`): the features of [`~weights.layouts.find_features`] that it cannot hold.
+    """
+
+    layout: str = "minimind"
+    lacks: frozenset[str] = frozenset()
+    dtypes: ClassVar[Collection[str]] = DTYPES
+    has_tokenizer_files: ClassVar[bool] = True
+
+    def write(self, model: MiniMindForCausalLM, directory: Path, **_: Any) -> PreTrainedModel:
+        """
+        Write config and weights, and return the model that was read back. Further arguments are the `tokenizer`,
+        `dtype`, `model_name` and `stage` of [`export`].
+        """
+        model.save_pretrained(directory)
+        return self.read_back(directory)
+
+    def read_back(self, directory: Path) -> PreTrainedModel:
+        """Read the files as a user would, with the Auto class."""
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+class StockFormat(ExportFormat):
+    """An architecture of transformers."""
+
+    def write(self, model: MiniMindForCausalLM, directory: Path, **_: Any) -> PreTrainedModel:
+        to_stock_model(model, self.layout).save_pretrained(directory)
+        _add_older_names(directory / CONFIG_NAME)
+        return self.read_back(directory)
+
+
+class UpstreamFormat(ExportFormat):
+    """A generation of MiniMind."""
+
+    def write(self, model: MiniMindForCausalLM, directory: Path, **names: Any) -> PreTrainedModel:
+        # MiniMind's own scripts read only a pickled state dict, not safetensors.
+        torch.save(to_state_dict(model, self.layout), directory / upstream_file_name(model.config, names["stage"]))
+        fields = json.dumps(write_upstream_fields(model.config, self.layout), indent=2)
+        (directory / CONFIG_NAME).write_text(fields + "\n", encoding="utf-8")
+        return load_upstream(directory, dtype=torch.float32)
+
+
+class GGUFFormat(ExportFormat):
+    """A GGUF file with its tokenizer. It rounds each tensor itself, and leaves norms and routers in float32."""
+
+    dtypes = GGUF_TYPES
+    has_tokenizer_files = False
+
+    def write(self, model: MiniMindForCausalLM, directory: Path, **names: Any) -> PreTrainedModel:
+        how = {"name": names["model_name"], "tokenizer": names["tokenizer"], "dtype": names["dtype"]}
+        path = write_gguf(model, directory, **how)
+        return load_upstream(path, dtype=torch.float32)
+
+
+def make_format(name: str, config: MiniMindConfig) -> ExportFormat:
+    """Return the format of this name for a model."""
+    layout = {"upstream": upstream_layout(config), "gguf": stock_layout(config)}.get(name, name)
+    lacks = LAYOUTS[layout].lacks if layout in LAYOUTS else frozenset()
+    return EXPORT_FORMATS[name]("gguf", lacks | GGUF_LACKS) if name == "gguf" else EXPORT_FORMATS[name](layout, lacks)
+
+
+EXPORT_FORMATS: dict[str, type[ExportFormat]] = {
+    "minimind": ExportFormat,
+    "upstream": UpstreamFormat,
+    **dict.fromkeys(("llama", "qwen3", "qwen3_moe", "ernie4_5_moe"), StockFormat),
+    "gguf": GGUFFormat,
+}
+
+
+def choose_format(config: MiniMindConfig, format: str, *, dtype: str) -> ExportFormat:
+    """
+    Return a format for a model.
+
+    Raises:
+        `UserError`: for an unknown format, a dtype that it lacks, or a model that it cannot hold; the message then
+            names the feature and the formats that hold it.
+    """
+    if format not in EXPORT_FORMATS:
+        raise UserError(f"The format {format!r} is unknown; use one of {', '.join(EXPORT_FORMATS)}.")
+    chosen = make_format(format, config)
+    if dtype not in chosen.dtypes:
+        raise UserError(f"--dtype {dtype} is not possible for {format}; use {', '.join(chosen.dtypes)}.")
+    features = [name for name, is_there in find_features(config).items() if is_there]
+    if lacking := next((feature for feature in features if feature in chosen.lacks), None):
+        fitting = [name for name in EXPORT_FORMATS if make_format(name, config).lacks.isdisjoint(features)]
+        fix = f"Formats that can hold this model: {', '.join(fitting)}"
+        raise UserError(f"{describe_layout(chosen.layout)} cannot hold {lacking.format(config.hidden_act)}. {fix}.")
+    return chosen
 
 
 def export(
@@ -127,13 +213,12 @@ def export(
     source_dtype = str(model.dtype).removeprefix("torch.")
     dtype = dtype or source_dtype
     check_empty(output_dir, "--to")
-    target = choose_layout(model.config, format, dtype=dtype)
-    if format == "gguf" and tokenizer is not None:
+    target = choose_format(model.config, format, dtype=dtype)
+    if not target.has_tokenizer_files and tokenizer is not None:
         # Refuse a tokenizer before the weights are converted.
         find_text_split(tokenizer)
 
-    # The GGUF writer rounds each tensor itself, and leaves norms and routers in float32.
-    converted = _cast(model, torch.float32 if format == "gguf" else DTYPES[dtype])
+    converted = _cast(model, DTYPES[dtype] if target.has_tokenizer_files else torch.float32)
     if tokenizer is None:
         logger.warning(
             "The weights are exported without a tokenizer, and mean nothing without the one that they were trained "
@@ -149,36 +234,16 @@ def export(
     with written_whole(output_dir, lock=LOCK_NAME) as aside:
         # Another process may have written here since the first check.
         check_empty(output_dir, "--to")
-        if format == "gguf":
-            path = write_gguf(converted, aside, name=model_name, tokenizer=tokenizer, dtype=dtype)
-            written = load_upstream(path, dtype=torch.float32)
-        else:
-            written = _write(converted, aside, target, file_name=upstream_file_name(model.config, stage))
+        how = {"tokenizer": tokenizer, "dtype": dtype, "model_name": model_name, "stage": stage}
+        written = target.write(converted, aside, **how)
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
-        names = {"path": output_dir, "format": target, "dtype": dtype}
+        names = {"path": output_dir, "format": target.layout, "dtype": dtype}
         report = compare(_cast(model, torch.float32), written.eval(), **names, is_exact=dtype == source_dtype)
         # Its weights are mapped from the files, and Windows renames no file that is mapped.
         del written
-        if tokenizer is not None and format != "gguf":
+        if tokenizer is not None and target.has_tokenizer_files:
             save_tokenizer(tokenizer, aside)
     return report
-
-
-def _write(model: MiniMindForCausalLM, directory: Path, layout: str, *, file_name: str) -> PreTrainedModel:
-    """Write config and weights in a layout, or as `"minimind"`, and return the model that was read back."""
-    if layout == "minimind":
-        model.save_pretrained(directory)
-    elif layout == upstream_layout(model.config):
-        # MiniMind's own scripts read only a pickled state dict, not safetensors.
-        torch.save(to_state_dict(model, layout), directory / file_name)
-        fields = json.dumps(write_upstream_fields(model.config, layout), indent=2)
-        (directory / CONFIG_NAME).write_text(fields + "\n", encoding="utf-8")
-        return load_upstream(directory, dtype=torch.float32)
-    else:
-        to_stock_model(model, layout).save_pretrained(directory)
-        _add_older_names(directory / CONFIG_NAME)
-    # Read the files back as a user would, with the Auto class.
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def upstream_file_name(config: MiniMindConfig, stage: str) -> str:

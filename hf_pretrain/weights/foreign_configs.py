@@ -1,6 +1,5 @@
 """
-Translate the config.json of each layout in `weights.layouts` into fields of `MiniMindConfig`, and back; and read the
-sampling of a generation config.
+Translate the config.json of each layout in `weights.layouts` into fields of `MiniMindConfig`, and back.
 
     merge_fields -> read_fields -> MiniMindConfig -> write_stock_fields | write_upstream_fields
 """
@@ -9,7 +8,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from ..model.configuration_minimind import MiniMindConfig, check_fields
@@ -36,8 +35,6 @@ _LACKING = {"use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_
 _LACKING |= {"partial_rotary_factor": 1.0}
 # The positions of MiniMind's rotary table.
 _POSITIONS = 32768
-# The sampling of chats where the model has no values of its own.
-DEFAULT_SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.0}
 
 
 def merge_fields(raw: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,8 +216,3 @@ def write_upstream_fields(config: MiniMindConfig, generation: str) -> dict[str, 
         "aux_loss_alpha": config.router_aux_loss_coef,
         "seq_aux": config.router_aux_loss_level == "sequence",
     }
-
-
-def own_sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Return those of the settings of `DEFAULT_SAMPLING` that a model has of its own."""
-    return {name: value for name in DEFAULT_SAMPLING if (value := getattr(config, name)) is not None}

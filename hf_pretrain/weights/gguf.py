@@ -19,13 +19,13 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..data.encoding import EMPTY_THOUGHT
+from ..loading.native import DEFAULT_SAMPLING, own_sampling
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
-from ..runtime.gguf_file import GGUFFile, GGUFTensor, read_gguf_file
 from ..tokenizer.control_tokens import encode_prompt, find_turn_end
-from ..tokenizer.gguf_tokenizer import find_text_split
-from .foreign_configs import DEFAULT_SAMPLING, own_sampling
+from .gguf_file import GGUFFile, GGUFTensor, read_gguf_file
+from .gguf_tokenizer import find_text_split
 from .layouts import is_rotated, stock_layout, to_half_split
 
 
@@ -39,6 +39,19 @@ _PARTS += ("self_attn.q_norm", "self_attn.k_norm", "mlp.gate")
 _PARTS += tuple(
     f"mlp.{mlp}{name}_proj" for mlp in ("", "experts.", "shared_experts.") for name in ("gate", "up", "down")
 )
+# Our names of the sizes that every file holds, and llama.cpp's keys, in the order of the file.
+_KEYS = {
+    "max_position_embeddings": ("context_length",),
+    "hidden_size": ("embedding_length",),
+    "num_hidden_layers": ("block_count",),
+    "intermediate_size": ("feed_forward_length",),
+    "num_attention_heads": ("attention.head_count",),
+    "num_key_value_heads": ("attention.head_count_kv",),
+    "head_dim": ("attention.key_length", "attention.value_length", "rope.dimension_count"),
+    "rope_theta": ("rope.freq_base",),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon",),
+    "vocab_size": ("vocab_size",),
+}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA_3 |= {"original_max_position_embeddings": 8192}
@@ -185,18 +198,11 @@ def write_gguf(
 
 def _add_config(writer: Any, config: MiniMindConfig):
     """Write the sizes and constants of the model."""
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    architecture = ARCHITECTURES[stock_layout(config)]
+    values = {**config.to_dict(), "rope_theta": config.rope_parameters["rope_theta"]}
+    for name, key in ((name, key) for name, keys in _KEYS.items() for key in keys):
+        add = writer.add_float32 if name in ("rope_theta", "rms_norm_eps") else writer.add_uint32
+        add(f"{architecture}.{key}", values[name])
     if not config.num_experts:
         return
     writer.add_expert_count(config.num_experts)
@@ -293,19 +299,17 @@ def _read_config(path: Path, stock: str, file: GGUFFile) -> dict[str, Any]:
     def get(name: str, default: Any = None) -> Any:
         return file.fields.get(f"{ARCHITECTURES[stock]}.{name}", default)
 
-    heads, context = get("attention.head_count"), get("context_length")
-    sizes = {
-        "hidden_size": get("embedding_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "max_position_embeddings": context,
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-    }
-    if lacking := [name for name, value in sizes.items() if not isinstance(value, int | float) or value <= 0]:
+    sizes = {name: get(keys[0]) for name, keys in _KEYS.items()}
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "rms_norm_eps")
+    if lacking := [name for name in required if not isinstance(sizes[name], int | float) or sizes[name] <= 0]:
         raise UserError(f"{path} does not tell {', '.join(lacking)}, or not as one number.")
     if sizes["num_hidden_layers"] > len(file.tensors):
         raise UserError(f"{path} holds {len(file.tensors)} tensors for {sizes['num_hidden_layers']} layers.")
-    head_dim = get("attention.key_length", sizes["hidden_size"] // heads)
+    heads, context = sizes["num_attention_heads"], sizes["max_position_embeddings"]
+    defaults = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads, "rope_theta": 10000.0}
+    defaults["vocab_size"] = len(file.fields.get("tokenizer.ggml.tokens", ())) or None
+    sizes |= {name: value for name, value in defaults.items() if sizes[name] is None}
+    head_dim = sizes["head_dim"]
     features = {
         "a sliding window": get("attention.sliding_window", context) < context,
         "experts": stock == "llama" and get("expert_count", 0) > 0,
@@ -317,13 +321,8 @@ def _read_config(path: Path, stock: str, file: GGUFFile) -> dict[str, Any]:
         raise UserError(f"{path}: a GGUF file with {', '.join(has)} is not read. Convert the checkpoint of the Hub.")
     fields = sizes | {
         "model_type": stock,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": get("feed_forward_length"),
-        "vocab_size": get("vocab_size", len(file.fields.get("tokenizer.ggml.tokens", ())) or None),
         # The file holds float32, and the config that it comes from a decimal number.
         "rms_norm_eps": float(f"{sizes['rms_norm_eps']:.6g}"),
-        "rope_theta": get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),

@@ -9,42 +9,29 @@ missing or additional tensor before any value is used.
     tensors in some layout -> sizes from shapes -> MiniMindConfig -> names and shapes compared -> MiniMindForCausalLM
 """
 
-import pickle
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from ..loading.native import check_finite, check_names, is_native_checkpoint, load_native_checkpoint, name_base
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import may_be_checkpoint
-from ..runtime.package_models import package_model
-from .adapters import name_base
+from ..runtime.json_files import read_json
 from .foreign_configs import merge_fields, read_fields
 from .gguf import read_gguf
 from .layouts import GENERATIONS, LAYOUTS, describe_layout
-from .weight_files import read_json, read_tensors, resolve
+from .package_models import package_model
+from .weight_files import read_tensors, resolve
 
 
 logger = logging.get_logger(__name__)
 Tensors = dict[str, torch.Tensor]
-
-
-def is_native_checkpoint(path: str | Path) -> bool:
-    """Return whether `path`, a directory or Hub id, holds a checkpoint that this package wrote."""
-    if not may_be_checkpoint(path):
-        return False
-    try:
-        return "format_version" in MiniMindConfig.get_config_dict(path)[0]
-    except OSError:
-        # There is no such repository, or it has no config.json.
-        return False
 
 
 @as_user_errors()
@@ -120,57 +107,6 @@ def _take_generation_config(model: MiniMindForCausalLM, published: dict[str, Any
         # vLLM writes -1 for all tokens, and transformers 0.
         settings["top_k"] = max(0, int(settings["top_k"]))
     model.generation_config.update(**settings)
-
-
-def load_native_checkpoint(path: str | Path, **loading: Any) -> MiniMindForCausalLM:
-    """
-    Load a checkpoint that this package wrote. Unlike `from_pretrained`, initialize no tensor that is missing.
-
-    Args:
-        path (`str` or `Path`): a directory or Hub id.
-        **loading: for `from_pretrained`.
-
-    Raises:
-        `UserError`: if a tensor is missing, unexpected, of another shape or not finite, or if a file is damaged.
-    """
-    # transformers ignores a damaged one, and with it the stop tokens.
-    if (settings := Path(path, GENERATION_CONFIG_NAME)).is_file():
-        read_json(settings)
-    try:
-        # Without `ignore_mismatched_sizes`, transformers raises on the first wrong shape. We report all of them.
-        loading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = MiniMindForCausalLM.from_pretrained(path, **loading)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} has no readable weights: {error}") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} has weights that are a pickle of more than tensors. No code in it ran.") from error
-    complaint = f"{path} does not fit its config"
-    _check_names(complaint, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
-    check_finite(model, path)
-    return model
-
-
-def check_finite(model: MiniMindForCausalLM, path: str | Path):
-    """Raise `UserError` if a parameter holds a value that is not finite."""
-    # NOTE: under ZeRO-3 every parameter is empty here and passes. There, only the first loss shows a NaN.
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            fix = "The file is damaged, or use --dtype bfloat16 or float32 for large values"
-            raise UserError(f"{path}: {name} holds values that are not finite in {parameter.dtype}. {fix}.")
-
-
-def _check_names(complaint: str, missing: Collection[str], unexpected: Collection[str], misshapen: Collection[tuple]):
-    """
-    Raise `UserError` for tensors that are missing, unexpected or of another shape, and name five of each. `misshapen`
-    holds names, shapes, and the shapes that they should have.
-    """
-    shapes = [f"{name} is {tuple(found)} and should be {tuple(shape)}" for name, found, shape in misshapen]
-    problems = []
-    for kind, names in {"missing": missing, "unexpected": unexpected, "of another shape": shapes}.items():
-        first = ", ".join(sorted(names)[:5])
-        problems += [f"{len(names)} {kind}: {first}{'...' if len(names) > 5 else ''}"] if names else []
-    if problems:
-        raise UserError(f"{complaint}. Tensors {'; '.join(problems)}.")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -279,5 +215,5 @@ def _join(tensors: Tensors, layout: str, config: MiniMindConfig, path: Path) -> 
     shapes = [(name, tensors[name].shape, shape) for name, shape in expected.items() if name in tensors]
     misshapen = [entry for entry in shapes if entry[1] != entry[2]]
     complaint = f"{path} does not fit {describe_layout(layout)} with the sizes found"
-    _check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), misshapen)
+    check_names(complaint, expected.keys() - tensors.keys(), tensors.keys() - expected.keys(), misshapen)
     return {ours: target.join(ours, [tensors[name] for name in split], config) for ours, split in parts.items()}

@@ -41,12 +41,14 @@ class WeightLayout:
         half_split (`bool`): whether the channels `(i, i + head_dim / 2)` rotate together; otherwise neighbours do.
         lists_shared_experts (`bool`): whether shared experts are a list; otherwise they are one MLP of their summed
             width.
+        lacks (`frozenset[str]`): the features of [`find_features`] that it cannot hold.
         renames (`tuple`): pairs of a part of this package's tensor names and its replacement, applied in order.
     """
 
     has_qk_norm: bool = False
     half_split: bool = True
     lists_shared_experts: bool = False
+    lacks: frozenset[str] = frozenset()
     renames: tuple[tuple[str, str], ...] = ()
 
     def name(self, name: str) -> str:
@@ -104,15 +106,23 @@ _V1_NAMES = (
     ("down_proj", "w2"),
     ("up_proj", "w3"),
 )
+_V2_LACKS = {"an untied output head", "a head_dim other than hidden_size / num_attention_heads"}
+# v2 never normalises at top-1, because normalising would make every weight 1.
+_V2_LACKS |= {"normalised top-1 routing", "scaled rotary positions"}
 LAYOUTS = {
     "v1": WeightLayout(half_split=False, renames=_V1_NAMES),
-    "v2": WeightLayout(lists_shared_experts=True),
-    "v3": WeightLayout(has_qk_norm=True),
-    "llama": WeightLayout(),
-    "qwen3": WeightLayout(has_qk_norm=True),
-    "qwen3_moe": WeightLayout(has_qk_norm=True),
-    "ernie4_5_moe": WeightLayout(half_split=False),
+    "v2": WeightLayout(lists_shared_experts=True, lacks=frozenset(_V2_LACKS)),
+    "v3": WeightLayout(has_qk_norm=True, lacks=frozenset({"shared experts", "scaled rotary positions"})),
+    "llama": WeightLayout(lacks=frozenset({"experts", "q/k norms"})),
+    "qwen3": WeightLayout(has_qk_norm=True, lacks=frozenset({"experts", "attention without q/k norms"})),
+    "qwen3_moe": WeightLayout(
+        has_qk_norm=True,
+        lacks=frozenset({"dense layers (no experts)", "attention without q/k norms", "shared experts"}),
+    ),
+    "ernie4_5_moe": WeightLayout(half_split=False, lacks=frozenset({"dense layers (no experts)", "q/k norms"})),
 }
+# llama.cpp always normalises the routing weights, and a GGUF file holds the weights of a stock architecture.
+GGUF_LACKS = frozenset({"routing weights that are not normalised", "scaled rotary positions", "the activation {}"})
 GENERATIONS = {"v1", "v2", "v3"}
 
 
@@ -133,32 +143,20 @@ def upstream_layout(config: MiniMindConfig) -> str:
     return "v3" if config.qk_norm else "v2"
 
 
-def unsupported_feature(config: MiniMindConfig, layout: str) -> str | None:
-    """
-    Return a feature of the model that `layout` (a key of `LAYOUTS`, `"minimind"` or `"gguf"`) cannot hold, or `None`
-    if it can hold the whole model.
-    """
+def find_features(config: MiniMindConfig) -> dict[str, bool]:
+    """Return the features that a layout may lack, and whether the model has them. `{}` stands for the activation."""
     has_experts = config.num_experts > 0
-    is_top_1 = has_experts and config.num_experts_per_tok == 1
-    # Each feature: whether the model has it, and the layouts that cannot hold it.
-    features = {
-        "experts": (has_experts, {"llama", "qwen3"}),
-        "dense layers (no experts)": (not has_experts, {"qwen3_moe", "ernie4_5_moe"}),
-        "q/k norms": (config.qk_norm, {"llama", "ernie4_5_moe"}),
-        "attention without q/k norms": (not config.qk_norm, {"qwen3", "qwen3_moe"}),
-        "shared experts": (has_experts and config.num_shared_experts > 0, {"v3", "qwen3_moe"}),
-        "an untied output head": (not config.tie_word_embeddings, {"v2"}),
-        "a head_dim other than hidden_size / num_attention_heads": (
-            config.head_dim * config.num_attention_heads != config.hidden_size,
-            {"v2"},
-        ),
-        # v2 never normalises at top-1, because normalising would make every weight 1.
-        "normalised top-1 routing": (is_top_1 and config.norm_topk_prob, {"v2"}),
-        # llama.cpp always normalises.
-        "routing weights that are not normalised": (has_experts and not config.norm_topk_prob, {"gguf"}),
-        "scaled rotary positions": (config.rope_parameters["rope_type"] != "default", {"v2", "v3", "gguf"}),
-        f"the activation {config.hidden_act}": (config.hidden_act != "silu", {"gguf"}),
+    width = config.head_dim * config.num_attention_heads
+    return {
+        "experts": has_experts,
+        "dense layers (no experts)": not has_experts,
+        "q/k norms": config.qk_norm,
+        "attention without q/k norms": not config.qk_norm,
+        "shared experts": has_experts and config.num_shared_experts > 0,
+        "an untied output head": not config.tie_word_embeddings,
+        "a head_dim other than hidden_size / num_attention_heads": width != config.hidden_size,
+        "normalised top-1 routing": has_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob,
+        "routing weights that are not normalised": has_experts and not config.norm_topk_prob,
+        "scaled rotary positions": config.rope_parameters["rope_type"] != "default",
+        "the activation {}": config.hidden_act != "silu",
     }
-    # A GGUF file holds the weights of a stock architecture.
-    targets = {layout, stock_layout(config)} if layout == "gguf" else {layout}
-    return next((name for name, (is_there, lacking) in features.items() if is_there and targets & lacking), None)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..loading.adapters import adapter_base, load_adapter, merge_adapter
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
 from ..runtime.writing import LOCK_NAME, written_whole
-from .adapters import adapter_base, load_adapter, merge_adapter
 from .comparing import ExportReport, compare
 from .exporting import DTYPES, to_stock_model, upstream_file_name
 from .importing import load_upstream

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ..runtime.errors import UserError
+from ..runtime.json_files import read_json
 from ..runtime.names import is_path, split_hub_name
-from ..runtime.package_models import find_gguf
+from .package_models import find_gguf
 
 
 # Rotary tables and attention masks that some versions saved. This package computes them, so skip them.
@@ -82,17 +83,6 @@ def choose_weights(names: Collection[str], prefix: str) -> str:
         several = f"{prefix[:-1]} holds several files of weights ({', '.join(found)})"
         raise UserError(f"{several}: name one, such as {prefix}{found[-1]}.")
     return found[0]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise `UserError` for anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a JSON file that can be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object.")
-    return content
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

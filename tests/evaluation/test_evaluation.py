@@ -11,13 +11,13 @@ import torch
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.evaluation.evaluation import EvaluationArguments
 from hf_pretrain.evaluation.lm_eval_tasks import evaluate_tasks, index_tasks
+from hf_pretrain.loading.model_arguments import with_yarn
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.evaluation_arguments import check_whole_model
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.model_arguments import with_yarn
 from recipes.evaluate import ARGUMENTS, main
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import LikeMPS, write_jsonl

@@ -16,12 +16,12 @@ import pytest
 
 from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.hub.pushing import create_repository
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model
 

@@ -29,9 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.inference_arguments import with_engine
 from hf_pretrain.inference.llama_cpp import NUM_SEQUENCES, EngineEnded, LlamaCppModel
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights import gguf
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.talking import SUM
 from tests.weights.test_gguf import MODELS, build

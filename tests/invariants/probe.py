@@ -19,9 +19,9 @@ from accelerate import ParallelismConfig
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.loading.adapters import base_model_of
 from hf_pretrain.training import spikes, training_arguments
 from hf_pretrain.training.parsing import parse_args
-from hf_pretrain.weights.adapters import base_model_of
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))

@@ -15,13 +15,13 @@ import pytest
 
 from hf_pretrain import __file__ as package
 from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.run_directory import directory as module
 from hf_pretrain.run_directory.directory import RunDirectory, now
 from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME
 from hf_pretrain.training.run import begin_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
-from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import ROOT
 from tests.trainers import make_documents, make_trainer
 

@@ -6,12 +6,12 @@ import runpy
 import pytest
 
 from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.runtime.names import _ELSEWHERE, hint
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import BIN, ROOT, free_port, start
 from tests.toys import write_jsonl
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.run_directory.history import RunHistory, read_run
 from hf_pretrain.stages import from_scratch
 from hf_pretrain.stages.from_scratch import Budget
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 from tests.invariants.launching import ROOT, process_options
 from tests.toys import write_jsonl
 

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.tools import calculator
+from hf_pretrain.loading.adapters import AdapterArguments
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages import reinforcement
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.rollouts import make_model, toy_tasks, toy_trainer

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from hf_pretrain.loading.adapters import AdapterArguments
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.training.float8 import check_float8, convert_to_float8
 from hf_pretrain.training.run import begin_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.adapters import AdapterArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.toys import EXPERTS, toy_model
 from tests.trainers import make_documents, make_model, make_trainer
 

@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.training.measurements import flops_per_token
@@ -18,7 +19,6 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import Run
 from hf_pretrain.training.settling import TrainerData, _settle_micro_batch
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from hf_pretrain.weights.model_arguments import ModelArguments
 from tests.invariants.launching import launcher_command, start
 from tests.toys import EXPERTS, toy_model
 

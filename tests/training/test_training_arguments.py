@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.loading.model_arguments import ModelArguments, load_config, load_model
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -17,7 +18,6 @@ from hf_pretrain.training import training_arguments as training_args
 from hf_pretrain.training.launch import check_accumulation, name_compile_locks
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
-from hf_pretrain.weights.model_arguments import ModelArguments, load_config, load_model
 
 
 def parse(tmp_path, *words: str, config: dict | None = None):

@@ -14,9 +14,9 @@ from hf_pretrain.model.router_loss import find_documents, router_loss
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import exporting
-from hf_pretrain.weights.exporting import DTYPES, choose_layout, export, to_stock_model
+from hf_pretrain.weights.exporting import DTYPES, choose_format, export, make_format, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
-from hf_pretrain.weights.layouts import unsupported_feature, upstream_layout
+from hf_pretrain.weights.layouts import find_features
 from tests.models import GOLDEN, assert_near, recorded
 from tests.toys import limited_file_size, needs_posix
 from tests.weights.test_importing import NAMES, weights_of
@@ -89,8 +89,8 @@ def test_every_format_that_fits_is_exact_and_loads_again(name, build_model, inpu
     for key, parameter in model.named_parameters():
         if "norm" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    formats = {format: format for format in STOCK} | {"upstream": upstream_layout(model.config)}
-    fitting = [format for format, layout in formats.items() if unsupported_feature(model.config, layout) is None]
+    features = {feature for feature, is_there in find_features(model.config).items() if is_there}
+    fitting = [name for name in (*STOCK, "upstream") if features.isdisjoint(make_format(name, model.config).lacks)]
     assert fitting
     for format in fitting:
         report = export(model, tmp_path / format, format)
@@ -171,7 +171,7 @@ def test_the_router_loss_means_the_same_in_their_formula(format, num_layers, top
 def test_misfits_name_the_part_and_the_formats_that_hold_it(overrides, format, message):
     config = MiniMindConfig(hidden_size=32, num_attention_heads=4, **overrides)
     with pytest.raises(UserError, match=message):
-        choose_layout(config, format, dtype="float32")
+        choose_format(config, format, dtype="float32")
 
 
 @torch.no_grad()

@@ -23,14 +23,14 @@ from transformers.integrations.gguf.dequant import dequantize
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.package_models import find_gguf
-from hf_pretrain.tokenizer.gguf_tokenizer import TEXT_SPLITS, find_text_split
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import GGUF_TYPES, export, to_stock_model
 from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.gguf import FILE_NAME
+from hf_pretrain.weights.gguf_tokenizer import TEXT_SPLITS, find_text_split
 from hf_pretrain.weights.importing import load_upstream
+from hf_pretrain.weights.package_models import find_gguf
 from tests.models import FIXTURES, TEXT, assert_near
 from tests.toys import toy_model
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.loading.adapters import adapter_base
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from hf_pretrain.weights.adapters import adapter_base
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.importing import is_native_checkpoint, load_upstream
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 from tests.models import FIXTURES, GOLDEN, assert_near, recorded
 
 

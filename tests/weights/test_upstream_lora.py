@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter
 from hf_pretrain.weights.exporting import to_state_dict, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import stock_layout

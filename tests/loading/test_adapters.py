@@ -12,11 +12,11 @@ from torch.func import functional_call
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.checkpoints.writer import write_model
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, load_adapter
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights import adapters
-from hf_pretrain.weights.adapters import AdapterArguments, add_adapter, load_adapter
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
+from hf_pretrain.weights import adapted_model
 from hf_pretrain.weights.upstream_lora import load_merged
 from tests.conftest import GENERATIONS
 from tests.hub_server import HubServer
@@ -144,7 +144,7 @@ def test_unsupported_adapters_are_refused(named, build_model, monkeypatch):
         AdapterArguments(load_in_4bit=True)
     model = named("v1")
     assert add_adapter(model, AdapterArguments()) is model
-    monkeypatch.setattr(adapters, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(adapted_model, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(UserError, match="nor under ZeRO-3"):
         add_adapter(named("v1-moe"), AdapterArguments(use_peft=True))
     add_adapter(named("v1-moe"), AdapterArguments(use_peft=True, lora_target_modules=["q_proj"]))

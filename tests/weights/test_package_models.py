@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_pretrain.runtime import package_models
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.package_models import PACKAGE_MODELS, PackageModel, find_gguf
+from hf_pretrain.weights import package_models
+from hf_pretrain.weights.package_models import PACKAGE_MODELS, PackageModel, find_gguf
 from tests.toys import needs_posix
 
 

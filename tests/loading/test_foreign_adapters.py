@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from hf_pretrain.checkpoints.writer import write_model
+from hf_pretrain.loading.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.weights import adapters, upstream_lora
-from hf_pretrain.weights.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
+from hf_pretrain.weights import adapted_model, upstream_lora
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.upstream_lora import load_merged
@@ -183,7 +183,7 @@ def test_a_wrong_merge_is_noticed(base, bases, tmp_path, monkeypatch):
     if base == "native":
         monkeypatch.setattr(upstream_lora, "merge_adapter", merge_wrongly)
     else:
-        monkeypatch.setattr(adapters, "reorder_rows", lambda weights, model, half_split: weights)
+        monkeypatch.setattr(adapted_model, "reorder_rows", lambda weights, model, half_split: weights)
     with pytest.raises(RuntimeError, match="merge of .* was written wrongly"):
         load_merged(str(adapter))
 

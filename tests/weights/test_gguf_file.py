@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.gguf_file import read_gguf_file
+from hf_pretrain.weights.gguf_file import read_gguf_file
 
 
 def write(path: Path) -> Path:

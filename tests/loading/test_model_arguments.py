@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
+from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights.model_arguments import ModelArguments, load_model
 
 
 TOP_1 = "num_experts=4,num_experts_per_tok=1,hidden_size=32,num_hidden_layers=1,num_attention_heads=2"

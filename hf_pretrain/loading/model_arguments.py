@@ -20,12 +20,11 @@ from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.names import check_choices, hint
-from ..runtime.package_models import find_gguf
 from ..runtime.parser import ConfigLoader
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import add_words, check_tokenizer, find_tokenizer, load_tokenizer
-from .adapters import adapter_base, load_adapter, name_base
-from .importing import is_native_checkpoint, load_native_checkpoint, load_upstream
+from .adapters import adapter_base, load_adapter
+from .native import load_native_checkpoint, localize, name_base
 
 
 logger = logging.get_logger(__name__)
@@ -164,12 +163,12 @@ class ModelArguments:
         return parse_fields(self.config_overrides or "", flag="--config_overrides")
 
 
-def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> MiniMindConfig:
-    """Return the config that these arguments describe, with the special tokens of `tokenizer`."""
+def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, directory: str | None) -> MiniMindConfig:
+    """Return the config that these arguments describe, of the native `directory` or a new one for `tokenizer`."""
     with as_user_errors():
-        if args.model_name_or_path:
+        if directory:
             # `from_pretrained` would set the overrides after the config has checked its fields.
-            fields, _ = MiniMindConfig.get_config_dict(args.model_name_or_path)
+            fields, _ = MiniMindConfig.get_config_dict(directory)
             return MiniMindConfig.from_dict(fields | args.overrides)
         fields = dict(PRESETS[choose_preset(args.model_preset)])
         # The tokenizer defines the special tokens; a preset does not.
@@ -187,8 +186,8 @@ def load_model(
     """
     Return the model that these arguments describe, in float32, sharded as `distributed` describes.
 
-    If another program, such as MiniMind itself, wrote the weights, [`~weights.importing.load_upstream`] converts them
-    first. An adapter is loaded onto its base model. The model stops where the tokenizer's template ends a turn.
+    Another program's weights, such as MiniMind's own, are read from their native copy. An adapter is loaded onto its
+    base model. The model stops where the tokenizer's template ends a turn.
 
     Raises:
         `UserError`: for an unknown config field or a value of the wrong type, a tokenizer whose ids exceed the
@@ -201,14 +200,8 @@ def load_model(
         # The base model may itself be an adapter's or another program's checkpoint.
         model = load_model(dataclasses.replace(args, model_name_or_path=base), tokenizer, distributed=distributed)
         return load_adapter(model, args.model_name_or_path)
-    upstream = None
-    if args.model_name_or_path and not is_native_checkpoint(args.model_name_or_path):
-        if find_gguf(args.model_name_or_path) is None:
-            logger.warning(f"{args.model_name_or_path} was not written by hf_pretrain: converting it.")
-        upstream = load_upstream(args.model_name_or_path, config=args.overrides)
-        config = MiniMindConfig.from_dict(upstream.config.to_dict() | args.overrides)
-    else:
-        config = load_config(args, tokenizer)
+    directory = args.model_name_or_path and localize(args.model_name_or_path, config=args.overrides)
+    config = load_config(args, tokenizer, directory)
     if args.inference_rope_scaling:
         config = with_yarn(config, args.inference_rope_scaling)
     needed = 1 + max(tokenizer.get_vocab().values())
@@ -232,19 +225,19 @@ def load_model(
         if distributed.ep_size > 1 and not config.num_experts:
             raise UserError(f"--ep_size {distributed.ep_size}: the model has no experts. Use --fsdp_size.")
         loading["distributed_config"] = distributed
-    if args.model_name_or_path and upstream is None:
-        model = load_native_checkpoint(args.model_name_or_path, **loading)
-    elif upstream is None:
+    if directory:
+        model = load_native_checkpoint(directory, name=args.model_name_or_path, **loading)
+    else:
         # Every rank builds the whole model, under ZeRO-3 too, so that the initial weights are bit-identical under
         # every launcher. The constructor reads the attention implementation from the config, not from an argument.
         config._attn_implementation, config.vocab_size = attn_implementation, vocab_size
         model = MiniMindForCausalLM(config)
-    if upstream is not None or (distributed is not None and not args.model_name_or_path):
-        # `from_pretrained` shards weights that are already in memory.
-        source = upstream or model
-        model = MiniMindForCausalLM.from_pretrained(None, state_dict=source.state_dict(), **loading)
-        model.generation_config = source.generation_config
-        name_base(model, source.name_or_path, half_split=source.half_split_adapters)
+        if distributed is not None:
+            # `from_pretrained` shards weights that are already in memory.
+            generation_config = model.generation_config
+            model = MiniMindForCausalLM.from_pretrained(None, state_dict=model.state_dict(), **loading)
+            model.generation_config = generation_config
+            name_base(model, "", half_split=False)
     if args.add_tokens and args.model_name_or_path:
         _resize(model, needed=needed, own=find_tokenizer(args.tokenizer_name(None)))
     set_stop_tokens(model, tokenizer)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import UserError
+from ..runtime.errors import UserError
 
 
 # `struct` formats of the types of values. 8 is a string, 9 an array.

@@ -11,7 +11,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.tokenization_utils_base import generate_merges
 
 from ..runtime.errors import UserError
-from ..runtime.gguf_file import read_gguf_file
+from .gguf_file import read_gguf_file
+from .package_models import find_gguf
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,15 @@ TEXT_SPLITS = {
 }
 
 
-def read_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+def read_gguf_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     """
-    Return the tokenizer in a GGUF file: a byte-level BPE of a kind in `TEXT_SPLITS`, or one of SentencePiece.
+    Return the tokenizer in the GGUF file of this name: a byte-level BPE of a kind in `TEXT_SPLITS`, or SentencePiece.
 
     Raises:
         `UserError`: if the file holds no tokenizer, or one of another kind.
     """
+    path = find_gguf(name)
+    assert path is not None
     all_fields = read_gguf_file(path).fields
     fields = {name.removeprefix("tokenizer.ggml."): value for name, value in all_fields.items()}
     kind, split = fields.get("model"), TEXT_SPLITS.get(fields.get("pre", "gpt-2"))
