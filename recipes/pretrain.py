@@ -14,9 +14,9 @@ Without `--config`, the YAML file of the preset gives the defaults. Flags on the
 from functools import partial
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.data_arguments import DataArguments
-from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.evaluation.eval_tasks import EvalTaskArguments, task_callbacks
+from hf_pretrain.rows.data_arguments import DataArguments
+from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.parsing import parse_args

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 from transformers.trainer_callback import TrainerCallback
 
-from ..data.preparation import PreparedData
+from ..rows.preparation import PreparedData
 from ..runtime.errors import UserError
 from ..training.samples import AddedFigures
 from ..training.training_arguments import LMTrainingArguments

@@ -53,7 +53,7 @@ class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
 
 
 class MiniMindDPOTrainer(RunTrainer, DPOTrainer):
-    """TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`]."""
+    """TRL's [`~trl.DPOTrainer`] for pairs of [`~rows.preference_pairs.prepare_pairs`]."""
 
     compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_figures, average_figures
     _row_source, _send_telemetry = whole_batches, do_nothing

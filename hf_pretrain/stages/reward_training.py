@@ -41,7 +41,7 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
 
 
 class MiniMindRewardTrainer(RunTrainer, RewardTrainer):
-    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
+    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~rows.preparation.load_rows`]."""
 
     compute_loss, prediction_step, evaluation_loop = add_router_loss, sum_figures, average_figures
     _row_source, _send_telemetry = whole_batches, do_nothing

@@ -18,8 +18,8 @@ from datasets.config import HF_DATASETS_CACHE
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
-from ..data.collators import DataCollatorForPackedRows
 from ..reports.texts import Translation, format_rows, translation
+from ..rows.collators import DataCollatorForPackedRows
 from ..runtime.command_line import announce
 from ..weights.adapters import base_model_of
 from .budgets import BUDGETS, whole_model

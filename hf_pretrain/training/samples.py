@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_callback import TrainerCallback
 
-from ..data.unigram import tokens_and_starts
+from ..rows.unigram import tokens_and_starts
 from ..tokenizer.control_tokens import encode_prompt
 from ..weights.adapters import base_model_of
 from ..weights.foreign_configs import DEFAULT_SAMPLING

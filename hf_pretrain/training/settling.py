@@ -21,9 +21,9 @@ from datasets import IterableDataset
 from transformers import PreTrainedModel
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
-from ..data.collators import DataCollatorForPackedRows
-from ..data.row_source import is_stream
 from ..model.configuration_minimind import MiniMindConfig
+from ..rows.collators import DataCollatorForPackedRows
+from ..rows.row_source import is_stream
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
@@ -38,7 +38,7 @@ from .training_arguments import LMTrainingArguments, default_learning_rate
 
 
 if TYPE_CHECKING:
-    from ..data.preparation import PreparedData
+    from ..rows.preparation import PreparedData
     from .run import Run
 
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
@@ -101,7 +101,7 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
 
     Args:
         run ([`~training.run.Run`]): the run.
-        data ([`~data.preparation.PreparedData`] or [`TrainerData`]): its data.
+        data ([`~rows.preparation.PreparedData`] or [`TrainerData`]): its data.
         model ([`~transformers.PreTrainedModel`]): the model, or an adapted one.
 
     Raises:

@@ -10,8 +10,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
-from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.reports.run_files import read_run
+from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer

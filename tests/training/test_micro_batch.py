@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.hub.model_card import RunFacts
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.training.measurements import flops_per_token
 from hf_pretrain.training.micro_batch import activation_bytes_per_token, fitting_micro_batch

@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime.names import _ELSEWHERE, hint
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.minimind_flags import TABLE, translate_minimind

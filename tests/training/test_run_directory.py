@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_pretrain import __file__ as package
-from hf_pretrain.data.data_arguments import DataArguments
+from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime import writing
 from hf_pretrain.runtime.writing import LOCK_NAME
 from hf_pretrain.training import run_directory
