@@ -145,12 +145,8 @@ def rows_of(stage: Stage, directory: Path, args: argparse.Namespace, tokenizer: 
     settings = DPOTrainingArguments(str(directory / "rows"), use_cpu=args.device == "cpu", max_length=LENGTH)
     reading: dict[str, Any] = {"validation_fraction": 0.0, "num_proc": 1}
     if stage.trainer == "dpo":
-        return load_rows(
-            SourceArguments([str(directory / "preference.jsonl")], **reading),
-            settings,
-            tokenizer,
-            prepare=prepare_pairs,
-        )
+        preferences = SourceArguments([str(directory / "preference.jsonl")], **reading)
+        return load_rows(preferences, settings, tokenizer, prepare=prepare_pairs)
     reading |= {"packing": stage.packing, "max_length": LENGTH}
     return load_rows(ChatArguments([str(directory / "conversation.jsonl")], **reading), settings, tokenizer)
 

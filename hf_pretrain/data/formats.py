@@ -29,7 +29,7 @@ from ..runtime.named import load_named
 READERS = {
     ".jsonl": "hf_pretrain.data.json_files:read_lines",
     ".json": "hf_pretrain.data.json_files:read_json",
-    ".parquet": "hf_pretrain.data.parquet_files:read_parquet",
+    ".parquet": "hf_pretrain.data.tables:read_parquet",
     ".csv": "hf_pretrain.data.tables:read_csv",
     ".tsv": "hf_pretrain.data.tables:read_csv",
     ".xlsx": "hf_pretrain.data.office_files:read_office_file",

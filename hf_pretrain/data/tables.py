@@ -1,4 +1,4 @@
-"""Read tables of texts: CSV files, and what other readers have made of other files."""
+"""Read tables: CSV and parquet files, and what other readers make of their files."""
 
 import csv
 import re
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from ..rows.reading import Reading
 from ..runtime.errors import UserError
-from .formats import BadRecord, file_format, open_text, write_json
+from .columns import columns_of
+from .formats import BadRecord, as_json, drop_padding, file_format, open_text, write_json
 
 
 # Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
@@ -48,3 +51,15 @@ def read_table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tu
 def read_csv(path: Path, reading: Reading) -> Iterator[tuple[int, str | BadRecord]]:
     """Yield the rows of a CSV file as objects."""
     return read_table(path, _read_rows(path, reading.encoding))
+
+
+def read_parquet(path: Path, reading: Reading) -> Iterator[tuple[int, str | BadRecord]]:
+    """Yield the rows of a parquet file, with the column of the text or, for other records, with all columns."""
+    file = pq.ParquetFile(path)
+    names, text_column = file.schema_arrow.names, columns_of(reading)[0]
+    if reading.kind == "text" and text_column not in names:
+        raise UserError(f"{path} has no column {text_column!r} but {', '.join(names)}. Pass --text_column.")
+    # Read in batches, so that a large file need not fit into memory.
+    batches = file.iter_batches(batch_size=1000, columns=[text_column] if reading.kind == "text" else None)
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from ((number, as_json(drop_padding(row))) for number, row in enumerate(rows, start=1))

@@ -110,17 +110,7 @@ def load_rows(
     # All ranks set the template before the block, because the key of the cached rows depends on it.
     note = None if is_text else set_template(tokenizer, data_args.chat_template, training_args.date)
     with training_args.main_process_first(desc="preparing the data"):
-        # These have no directory that stays.
-        keep_rejected = keep_rejected and not (training_args.dry_run or training_args.preview)
-        # Every rank reads the data, but only one may write the file that lists the bad lines.
-        directory = Path(training_args.output_dir) if keep_rejected and training_args.process_index == 0 else None
-        documents, eval_documents = load_named("hf_pretrain.data.documents:load_sets")(
-            data_args.dataset_name,
-            data_args.eval_dataset_name,
-            data_args.reading(training_args.seed),
-            directory=directory,
-            is_evaluation=is_evaluation,
-        )
+        documents, eval_documents = _load_sets(data_args, training_args, keep_rejected, is_evaluation)
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             tokenizer = tokenizer(documents)
@@ -149,6 +139,15 @@ def load_rows(
         collator=data_args.make_collator(tokenizer) if isinstance(data_args, DataArguments) else None,
         num_tokens=counts.num_tokens if isinstance(counts, PackingReport) else None,
     )
+
+
+def _load_sets(data_args: SourceArguments, args: Any, keep_rejected: bool, is_evaluation: bool) -> tuple[Any, Any]:
+    """Return the documents for training, and the documents for validation by the names of the sets."""
+    # Every rank reads the data, but only one may list the bad lines. A dry run and a preview have no directory.
+    is_listed = keep_rejected and not (args.process_index or args.dry_run or args.preview)
+    where = {"directory": Path(args.output_dir) if is_listed else None, "is_evaluation": is_evaluation}
+    names, reading = (data_args.dataset_name, data_args.eval_dataset_name), data_args.reading(args.seed)
+    return load_named("hf_pretrain.data.documents:load_sets")(*names, reading, **where)
 
 
 def _make_rows(
