@@ -74,7 +74,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The tests that start no process, of the packages that everything else stands on.
-QUICK := tests/model tests/tokenizer tests/data tests/checkpoints tests/runtime \
+QUICK := tests/model tests/tokenizer tests/data tests/rows tests/checkpoints tests/runtime \
   $(addprefix tests/training/test_,masked_loss_trainer.py run_parts.py training_arguments.py optimizers.py) \
   tests/test_library_contract.py tests/test_project_files.py
 test-quick: $(VENV)/.installed-test
@@ -90,7 +90,7 @@ test-oldest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --upgrade --target $(OLDEST) $(OLDEST_VERSIONS)
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults" \
 	  tests/model/test_modeling_minimind.py tests/model/test_packed_attention.py tests/model/test_mlp.py tests/checkpoints/test_checkpointing.py tests/training/test_masked_loss_trainer.py \
-	  tests/data tests/hub tests/loading/test_adapters.py tests/stages/test_dpo.py \
+	  tests/data tests/rows tests/hub tests/loading/test_adapters.py tests/stages/test_dpo.py \
 	  tests/test_library_contract.py $(ARGS)
 
 # Training in float8, with torchao. Python finds it in a directory of its own, so that no other test imports it.

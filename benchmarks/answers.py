@@ -39,6 +39,7 @@ from hf_pretrain.data.documents import load_documents
 from hf_pretrain.inference import llama_cpp_process
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
@@ -79,7 +80,7 @@ def stream_programs(name: str, directory: Path, num_tokens: int) -> dict[str, Ca
     """Return functions that generate a stream of tokens, and return their number."""
     arguments = ModelArguments(**MODELS[name])
     if arguments.model_name_or_path is None:
-        documents, _ = load_documents(["embedded"], validation_fraction=0.01)
+        documents, _ = load_documents(["embedded"], Reading(validation_fraction=0.01))
         tokenizer = train_tokenizer(documents["text"][:NUM_DOCUMENTS])
     else:
         tokenizer = load_tokenizer(arguments.model_name_or_path)

@@ -35,6 +35,7 @@ from benchmarks.programs import Setting, Steps
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.devices import has_bfloat16_units, keep_freed_blocks
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.measurements import num_active_parameters
@@ -348,7 +349,7 @@ def main() -> None:
     if sizes == ["all"]:
         sizes, lengths = list(SIZES), [512, 2048]
 
-    documents, _ = load_documents(["embedded"], validation_fraction=0.01)
+    documents, _ = load_documents(["embedded"], Reading(validation_fraction=0.01))
     # Shuffle first: a sample of all corpora keeps their distribution of lengths.
     documents = documents.shuffle(seed=0).select(range(NUM_DOCUMENTS))
     tokenizer = train_tokenizer(documents["text"][:])

@@ -40,7 +40,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from benchmarks.bench import ROOT, environment
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.encoding import encode_conversation
+from hf_pretrain.rows.encoding import encode_conversation
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages.from_scratch import PLAN_NAME
 
@@ -177,7 +178,7 @@ def main() -> None:
     texts = load_documents(["embedded"])
     tokenizer = AutoTokenizer.from_pretrained(ours / "sft")
     train, validation = (
-        cut(part, tokenizer, max_length) for part in load_documents(["embedded"], schema="conversation")
+        cut(part, tokenizer, max_length) for part in load_documents(["embedded"], Reading(kind="conversation"))
     )
     shutil.rmtree(theirs, ignore_errors=True)
     # nanochat trains on all shards but the last one, in their order: its own shards are shuffled.

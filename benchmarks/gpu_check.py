@@ -34,6 +34,7 @@ from hf_pretrain.data.documents import load_documents
 from hf_pretrain.doctor.machine_checks import BAD
 from hf_pretrain.doctor.step_check import EXPERTS, check_steps, compute_step
 from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.measurements import flops_per_token, known_peak
@@ -227,7 +228,7 @@ def check_resume(bench: Bench) -> tuple[bool, str]:
 def check_speed(bench: Bench, size: str) -> tuple[bool, str]:
     """Measure tokens/s and MFU. On a CPU, the preset `tiny` rehearses it."""
     on_gpu = bench.device == "cuda"
-    documents, _ = load_documents(["embedded"], validation_fraction=0.01)
+    documents, _ = load_documents(["embedded"], Reading(validation_fraction=0.01))
     documents = documents.shuffle(seed=0).select(range(NUM_DOCUMENTS if on_gpu else 200))
     config = MiniMindConfig(**PRESETS[SIZES[size] if on_gpu else "tiny"])
     bf16 = has_bfloat16_units(bench.device)

@@ -24,11 +24,12 @@ import torch
 
 from benchmarks.bench import ROOT, git_commit, machine
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.loading.model_arguments import parse_fields
 from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
+from hf_pretrain.rows.packing import prepare_rows
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments, default_learning_rate
 
@@ -53,9 +54,9 @@ def main() -> None:
 
     # A hash sorts the documents, so the validation set of a fraction holds that of a smaller one.
     percent = args.validation_percent
-    train, validation = load_documents(["embedded"], validation_fraction=percent / 100)
+    train, validation = load_documents(["embedded"], Reading(validation_fraction=percent / 100))
     if percent > 1:
-        earlier = set(load_documents(["embedded"], validation_fraction=(percent - 1) / 100)[1]["text"])
+        earlier = set(load_documents(["embedded"], Reading(validation_fraction=(percent - 1) / 100))[1]["text"])
         validation = validation.filter(lambda text: text not in earlier, input_columns="text")
     tokenizer = train_tokenizer(train["text"][:])
     rows, eval_rows = (prepare_rows(part, tokenizer, max_length=args.max_length)[0] for part in (train, validation))

@@ -23,6 +23,7 @@ from hf_pretrain.evaluation.eval_questions import EvalQuestions
 from hf_pretrain.inference.samples import answer_figures, choose_questions, generate, stop_tokens_of
 from hf_pretrain.loading.adapters import is_adapted
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 
@@ -80,7 +81,7 @@ def main() -> None:
     if questions is not None:
         prompts = [ids for _, ids in questions.prompts]
     else:
-        _, held_out = load_documents(["embedded"], schema="conversation", is_evaluation=True)
+        _, held_out = load_documents(["embedded"], Reading(kind="conversation"), is_evaluation=True)
         prompts = [ids for _, ids in choose_questions(tokenizer, held_out, NUM_QUESTIONS)]
     results = json.loads(args.output.read_text(encoding="utf-8")) if args.output.exists() else {"models": {}}
     rows = measure(model, tokenizer, prompts, questions)

@@ -38,7 +38,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from benchmarks.bench import ROOT, environment
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.rows.packing import prepare_rows
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
@@ -47,7 +48,7 @@ MAX_LENGTH = 512
 
 def ours(path: str, tokenizer: PreTrainedTokenizerFast, num_proc: int) -> Dataset:
     """Return the rows of this package."""
-    documents, _ = load_documents([path], validation_fraction=0, num_proc=num_proc)
+    documents, _ = load_documents([path], Reading(validation_fraction=0, num_proc=num_proc))
     return prepare_rows(documents, tokenizer, max_length=MAX_LENGTH, num_proc=num_proc)[0]
 
 
@@ -258,7 +259,7 @@ def main() -> None:
 
     made_by = environment()
     made_by["versions"] |= {name: version(name) for name in ("datasets", "tokenizers")}
-    documents, _ = load_documents(["embedded"], validation_fraction=0)
+    documents, _ = load_documents(["embedded"], Reading(validation_fraction=0))
     texts = documents.shuffle(seed=0)["text"][:]
     record = args.output_dir / "preparation.json"
     results: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}

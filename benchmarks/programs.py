@@ -29,8 +29,8 @@ from transformers import (
 
 from benchmarks.upstream_style import UpstreamStyleModel, UpstreamStyleTrainer
 from hf_pretrain import MaskedLossTrainer, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.data.collators import DataCollatorForPackedRows
-from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
+from hf_pretrain.rows.packing import prepare_rows
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 

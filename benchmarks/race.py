@@ -47,6 +47,7 @@ from benchmarks.contestants import CONTESTANTS, LOOP, OTHERS, Curve, RaceSetting
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.presets import PRESETS
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.devices import keep_freed_blocks
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
@@ -317,7 +318,7 @@ def plot(races: list[Race], path: Path, *, title: str) -> None:
 
 def make_setting(preset: str, *, seconds: float) -> RaceSetting:
     """Return what all contestants share. The learning rate and the batch size are placeholders."""
-    documents, validation = load_documents(["embedded"], validation_fraction=0.01)
+    documents, validation = load_documents(["embedded"], Reading(validation_fraction=0.01))
     tokenizer = load_or_train_tokenizer(documents, vocab_size=6400)
     places = np.linspace(0, len(validation) - 1, NUM_VALIDATION_DOCUMENTS).astype(int)
     length = MAX_LENGTHS[preset]

@@ -35,13 +35,14 @@ from benchmarks.bench import ROOT, environment
 from benchmarks.loss_memory import LOSSES, loss_memory, read_peak, reset_peak
 from benchmarks.programs import NUM_WARMUP_STEPS, wait_for
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.corpora import load_embedded
-from hf_pretrain.data.data_arguments import SourceArguments
-from hf_pretrain.data.encoding import encode_conversation
-from hf_pretrain.data.preparation import PreparedData, load_rows
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, load_adapter
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.chat_arguments import ChatArguments
+from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.rows.encoding import encode_conversation
+from hf_pretrain.rows.preference_pairs import prepare_pairs
+from hf_pretrain.rows.preparation import PreparedData, load_rows
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from hf_pretrain.weights.exporting import export
@@ -110,7 +111,7 @@ def write_inputs(directory: Path, num_records: int) -> None:
 
 def fitting_records(tokenizer: Any, schema: str) -> Iterator[dict[str, Any]]:
     """Yield conversations or preferences that fit into a row, and are longer than a quarter of it."""
-    for record in load_embedded("chitchat", schema=schema):
+    for record in load_embedded("chitchat", kind=schema):
         if schema == "conversation":
             # Without a question at the end.
             record["messages"] = record["messages"][: len(record["messages"]) // 2 * 2]
@@ -144,7 +145,8 @@ def rows_of(stage: Stage, directory: Path, args: argparse.Namespace, tokenizer: 
     settings = DPOTrainingArguments(str(directory / "rows"), use_cpu=args.device == "cpu", max_length=LENGTH)
     reading: dict[str, Any] = {"validation_fraction": 0.0, "num_proc": 1}
     if stage.trainer == "dpo":
-        return load_rows(SourceArguments([str(directory / "preference.jsonl")], **reading), settings, tokenizer)
+        preferences = SourceArguments([str(directory / "preference.jsonl")], **reading)
+        return load_rows(preferences, settings, tokenizer, prepare=prepare_pairs)
     reading |= {"packing": stage.packing, "max_length": LENGTH}
     return load_rows(ChatArguments([str(directory / "conversation.jsonl")], **reading), settings, tokenizer)
 

@@ -20,11 +20,11 @@ from transformers.hf_argparser import HfArg
 
 from examples.no_loops import mark_repeated
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.chat_arguments import ChatArguments
-from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.inference.samples import GREEDY, generate
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
 from hf_pretrain.model.loss import prediction_weights
+from hf_pretrain.rows.chat_arguments import ChatArguments
+from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
 from hf_pretrain.training.parsing import parse_args

@@ -23,6 +23,7 @@ import hf_pretrain_cli
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.inference.samples import GREEDY, generate, stop_tokens_of
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
@@ -84,7 +85,7 @@ def main() -> None:
     if output.exists():
         raise UserError(f"{output} exists. Choose another directory.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    documents, _ = load_documents(args.dataset_name, schema="conversation")
+    documents, _ = load_documents(args.dataset_name, Reading(kind="conversation"))
     chosen = random.Random(0).sample(range(len(documents)), min(args.num_conversations, len(documents)))
     conversations = [json.loads(documents[index]["text"])["messages"] for index in chosen]
     tokenizer = load_tokenizer(args.model)

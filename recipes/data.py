@@ -27,15 +27,18 @@ from collections.abc import Iterable
 from hf_pretrain.data.cleaning import NEAR_DUPLICATES, clean_data
 from hf_pretrain.data.inspection import inspect_data
 from hf_pretrain.evaluation.evaluation import expand_tasks
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.runtime.parser import RecipeParser
 
 
 def main(args: argparse.Namespace) -> None:
-    reading = {name: vars(args)[name] for name in ("text_column", "encoding", "whole_files", "columns")}
+    names = ("text_column", "encoding", "whole_files", "columns")
+    # The fields of each record tell its kind.
+    reading = Reading(kind=None, **{name: vars(args)[name] for name in names})
     if args.action == "inspect":
-        how = {"max_length": args.max_length, "num_shown": args.show, "page": args.page}
-        print_result(inspect_data(args.names, tokenizer_name=args.tokenizer, **how, **reading))
+        shown = {"max_length": args.max_length, "num_shown": args.show, "page": args.page}
+        print_result(inspect_data(args.names, reading, tokenizer_name=args.tokenizer, **shown))
         return
     questions: Iterable[str] = ()
     if args.held_out_tasks:
@@ -45,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
         questions = read_questions(expand_tasks(args.held_out_tasks))
     rules = {"min_chars": args.min_chars, "near_duplicates": args.near_duplicates}
     rules |= {"held_out": args.held_out or (), "more_held_out": questions}
-    counts = clean_data(args.names, args.output, **rules, **reading)
+    counts = clean_data(args.names, args.output, reading, **rules)
     print(f"{counts}\nWrote {args.output}, and beside it the list of the dropped records.")
 
 

@@ -14,10 +14,10 @@ The teacher is any causal language model with the same tokenizer. The student st
 from pathlib import Path
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.chat_arguments import ChatArguments
-from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.chat_arguments import ChatArguments
+from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.distillation import DistillationArguments, TeacherTerm, load_teacher
 from hf_pretrain.training.parsing import parse_args

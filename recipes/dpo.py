@@ -12,10 +12,11 @@ A record has the fields `chosen` and `rejected`, each a text or a list of messag
 those that docs/launching.md lists; `--help-all` prints all flags.
 """
 
-from hf_pretrain.data.data_arguments import SourceArguments
-from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, is_adapted
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.rows.preference_pairs import prepare_pairs
+from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
@@ -37,7 +38,7 @@ def main(
 ):
     run = begin_run("dpo", training_args, model_args, adapter_args, data_args)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
-    pairs = load_rows(data_args, training_args, tokenizer)
+    pairs = load_rows(data_args, training_args, tokenizer, prepare=prepare_pairs)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     # With an adapter, the model without its adapter is the reference.
     needs_reference = not (training_args.precompute_ref_log_probs or is_adapted(model))

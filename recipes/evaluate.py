@@ -19,7 +19,6 @@ this run printed at its end. It writes all results to `evaluation.json` in the m
 from transformers.trainer_callback import PrinterCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.evaluation.evaluation import (
     EvaluationArguments,
     ValidationArguments,
@@ -33,6 +32,7 @@ from hf_pretrain.evaluation.position_losses import measure_positions
 from hf_pretrain.inference.samples import measure_answers
 from hf_pretrain.inference.terminal_chat import is_base_model
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.runtime.command_line import announce, one_line_errors
 from hf_pretrain.runtime.ranks import leave_process_group
 from hf_pretrain.training.parsing import parse_args

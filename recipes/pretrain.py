@@ -14,10 +14,10 @@ Without `--config`, the YAML file of the preset gives the defaults. Flags on the
 from functools import partial
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.data.data_arguments import DataArguments
-from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.data_arguments import DataArguments
+from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.evaluation_arguments import EvalTaskArguments

@@ -13,10 +13,10 @@ lists; `--help-all` prints all flags.
 
 from functools import partial
 
-from hf_pretrain.data.data_arguments import SourceArguments
-from hf_pretrain.data.preference_pairs import prepare_pairs
-from hf_pretrain.data.preparation import load_rows
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.rows.preference_pairs import prepare_pairs
+from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train

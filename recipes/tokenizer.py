@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, written_whole
@@ -24,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
     check_empty(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
     names = ("text_column", "encoding", "streaming", "validation_fraction", "max_rejected_ratio")
-    train, validation = load_documents(args.dataset_name, **{name: vars(args)[name] for name in names})
+    train, validation = load_documents(args.dataset_name, Reading(**{name: vars(args)[name] for name in names}))
     tokenizer = load_or_train_tokenizer(train, vocab_size=args.vocab_size)
     with written_whole(output_dir, lock=LOCK_NAME) as scratch:
         # Another process may have written here since the first check.

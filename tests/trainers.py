@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
-from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.training.base_trainer import RunTrainer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import EXPERTS, toy_model

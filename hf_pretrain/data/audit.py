@@ -13,10 +13,10 @@ from datasets import Dataset
 from jinja2 import Environment
 from transformers import PreTrainedTokenizerFast
 
+from ..rows.encoding import encode_conversation
 from ..runtime.errors import UserError
 from ..tokenizer.answers import set_template
 from ..tokenizer.control_tokens import encode_prompt
-from .encoding import encode_conversation
 from .records import Record
 
 
@@ -70,7 +70,7 @@ class Audit:
     def watch(self, records: Iterable[Record]) -> Iterator[Record]:
         """Yield all records, and count the conversations among them."""
         for record in records:
-            if record.schema == "conversation" and not record.reason:
+            if record.kind == "conversation" and not record.reason:
                 self.add(record)
             yield record
 
@@ -175,7 +175,7 @@ class Audit:
         parts = {
             "Most tokens": [record for *_, record in sorted(self.longest, reverse=True)],
             "Most tokens per byte": [record for *_, record in sorted(self.oddest, reverse=True)],
-            "Drawn at random": [record for record in records if record.schema == "conversation"],
+            "Drawn at random": [record for record in records if record.kind == "conversation"],
         }
         shown = {title: [self._runs(record) for record in rows] for title, rows in parts.items()}
         template = Path(__file__).with_name("audit.html.jinja").read_text(encoding="utf-8")
@@ -211,7 +211,7 @@ def find_worst(
     """
     audit = Audit(tokenizer, max_length, variables or {})
     for place, text in enumerate(documents[:NUM_CHECKED]["text"], start=1):
-        audit.add(Record("conversation", place, None, text, schema="conversation"))
+        audit.add(Record("conversation", place, None, text, kind="conversation"))
     return audit.worst(number)
 
 

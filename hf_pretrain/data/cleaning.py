@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..rows.reading import Reading
 from ..runtime.command_line import progress
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.writing import check_output, written_whole
@@ -178,12 +179,12 @@ def clean_records(
 def clean_data(
     names: list[str],
     output: str,
+    reading: Reading,
     *,
     min_chars: int = 20,
     near_duplicates: float = NEAR_DUPLICATES,
     held_out: Iterable[str] = (),
     more_held_out: Iterable[str] = (),
-    **reading: Any,
 ) -> str:
     """
     Clean data: write the good records as JSONL, and list the dropped ones with line and reason in `<output>.dropped`.
@@ -192,11 +193,11 @@ def clean_data(
     Args:
         names (`list[str]`), held_out (`Iterable[str]`): data and held-out data, named as in `--dataset_name`.
         output (`str`): the JSONL file to write. The list of the dropped records is beside it.
+        reading ([`~rows.reading.Reading`]): how the user wants both to be read.
         min_chars (`int`): least number of characters, without white space at the ends.
         near_duplicates (`float`): least similarity at which the later of two records is dropped; 0 keeps near
             duplicates.
         more_held_out (`Iterable[str]`): further held-out texts.
-        reading: the other arguments of [`~data.records.read_records`].
 
     Raises:
         `UserError`: if a name leads to no data, no record is good, or `output` is inside a checkpoint, exists, or is
@@ -211,14 +212,14 @@ def clean_data(
         for file in (path, dropped_path):
             if file.exists():
                 raise UserError(f"{file} exists. Choose another --output, or delete this file.")
-        finder = OverlapFinder(itertools.chain(held_out_texts(read_records(held_out, **reading)), more_held_out))
+        finder = OverlapFinder(itertools.chain(held_out_texts(read_records(held_out, reading)), more_held_out))
         reasons = Counter[str]()
         with (
             (scratch / path.name).open("w", encoding="utf-8") as kept,
             (scratch / dropped_path.name).open("w", encoding="utf-8") as dropped,
             progress("cleaning") as bar,
         ):
-            records = read_records(names, **reading)
+            records = read_records(names, reading)
             for record, line, reason in clean_records(
                 records, finder, min_chars=min_chars, near_duplicates=near_duplicates
             ):

@@ -228,7 +228,7 @@ def _split_prompt(
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-SCHEMAS: dict[str, Callable[[Any], str]] = {"conversation": read_conversation, "preference": read_preference}
+RECORDS: dict[str, Callable[[Any], str]] = {"conversation": read_conversation, "preference": read_preference}
 
 
 def first_question(text: str) -> str:

@@ -127,13 +127,13 @@ EMBEDDED_CORPORA: dict[str, EmbeddedCorpus] = {
 }
 
 
-def load_embedded(part: str, *, schema: str = "text") -> Iterator[dict[str, Any]]:
+def load_embedded(part: str, *, kind: str = "text") -> Iterator[dict[str, Any]]:
     """
     Yield the records of one embedded corpus, without repeated ones.
 
     Args:
         part (`str`): a key of `EMBEDDED_CORPORA`.
-        schema (`str`, defaults to `"text"`): `text` gives documents `{"text": str, "origin": str}`. The origin is the
+        kind (`str`, defaults to `"text"`): `text` gives documents `{"text": str, "origin": str}`. The origin is the
             first question of the document as a conversation; all stages split by it. `conversation` gives
             `{"messages": [...]}`. `preference` compares the last answer of each conversation with a random answer from
             another conversation of any corpus.
@@ -141,14 +141,14 @@ def load_embedded(part: str, *, schema: str = "text") -> Iterator[dict[str, Any]
     Raises:
         `ImportError`: if the package that holds it is not installed.
     """
-    if schema == "text":
+    if kind == "text":
         origins: dict[str, str] = {}
         for document in _read(part):
             origins.setdefault(document.text, document.turns[0])
         yield from ({"text": text, "origin": origin} for text, origin in origins.items())
         return
     conversations = dict.fromkeys(map(tuple, _conversations(part)))
-    if schema == "preference":
+    if kind == "preference":
         # Random replies come from all corpora.
         everything = [turns for other in EMBEDDED_CORPORA for turns in _conversations(other)]
         yield from _prefer(conversations, everything)

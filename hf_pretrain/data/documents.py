@@ -9,6 +9,7 @@ line is rejected with file, line and reason. Too many bad lines stop the run bef
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,20 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
+from ..rows.caching import cache_key, count_processes
+from ..rows.reading import Reading
 from ..runtime.bounds import check_bounds
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
-from .caching import cache_key, count_processes
-from .columns import parse_columns
+from .columns import columns_of
 from .conversations import first_question
 from .corpora import EMBEDDED_CORPORA
 from .formats import BadRecord, drop_padding
 from .hub_datasets import load_hub_dataset
 from .records import Record, check_record
 from .rejected import RATIO_INTERVAL, RejectedLines
-from .sources import EMBEDDED_SOURCES, find_sources, read_source
+from .sources import EMBEDDED_SOURCES, find_sources, name_eval_sets, read_source
 
 
 _TEXT, _NUMBER = Value("string"), Value("int64")
@@ -44,22 +46,49 @@ RECORD_FEATURES = Features({**DOCUMENT_FEATURES, "source": _TEXT, "line": _NUMBE
 VALIDATION_SCAN = 50_000
 
 
+def load_sets(
+    names: list[str],
+    eval_names: list[str] | None,
+    reading: Reading,
+    *,
+    directory: Path | None = None,
+    is_evaluation: bool = False,
+) -> tuple[Dataset | IterableDataset, dict[str, Dataset]]:
+    """
+    Load the training set, shuffled if it is a stream, and the validation sets by name, by [`load_documents`]. A single
+    validation set has the name "".
+
+    Args:
+        names, eval_names (`list[str]`): names of the data and, if the user gives some, of the validation data.
+        reading ([`~rows.reading.Reading`]): how the user wants them to be read.
+        directory (`Path`, *optional*): directory of `rejected.jsonl`, which lists bad lines.
+        is_evaluation (`bool`, defaults to `False`): return an empty training set.
+    """
+    validation: dict[str, Any] = {}
+    # Without a fraction for validation, the training set is the whole set.
+    whole = replace(reading, validation_fraction=0.0, train_fraction=1.0, dataset_weights=None, streaming=False)
+    # An evaluation may take the training data, too.
+    for label, name in name_eval_sets(eval_names, [] if is_evaluation else names).items():
+        path = directory and directory / f"rejected-eval{label and '-'}{label}.jsonl"
+        validation[label], _ = load_documents([name], whole, rejected_path=path)
+    if validation and is_evaluation:
+        return next(iter(validation.values())).select([]), validation
+    reading = replace(reading, validation_fraction=0.0) if validation else reading
+    path = directory and directory / "rejected.jsonl"
+    train, split = load_documents(names, reading, rejected_path=path, is_evaluation=is_evaluation)
+    # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler. An
+    # evaluation gets an empty training set, which is no stream.
+    if isinstance(train, IterableDataset):
+        train = train.shuffle(seed=reading.seed, buffer_size=10_000)
+    return train, validation or {"": split}
+
+
 def load_documents(
     dataset_names: list[str],
+    reading: Reading = Reading(),
     *,
-    schema: str = "text",
-    text_column: str = "text",
-    weights: list[float] | None = None,
-    streaming: bool = False,
-    validation_fraction: float = 0.01,
-    train_fraction: float = 1.0,
-    seed: int = 42,
-    num_proc: int | None = None,
-    max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     is_evaluation: bool = False,
-    columns: list[str] | None = None,
-    **files: Any,
 ) -> tuple[Dataset | IterableDataset, Dataset]:
     """
     Load the training set and the validation set.
@@ -73,63 +102,46 @@ def load_documents(
 
     Args:
         dataset_names (`list[str]`): names of sources, as docs/data.md lists them.
-        schema (`str`, defaults to `"text"`): kind of the records: `text`, or a key of `SCHEMAS`. A document's text is
-            then the JSON of the record in the internal form.
-        text_column (`str`, defaults to `"text"`): key or column of the text, for the schema `text`.
-        weights (`list[float]`, *optional*): sampling weight of each name in the training set; they need not sum to 1.
-            Sampling ends when every name has been read in full, so small datasets repeat and no document is left out.
-            Without weights, the datasets are concatenated. The validation set never repeats documents.
-        streaming (`bool`, defaults to `False`): read the data while training. The validation set then comes from the
-            first 50,000 documents of each name. The run does not train on later documents with such a hash either.
-        validation_fraction (`float`, defaults to 0.01): share of the documents in the validation set; 0 for none.
-        train_fraction (`float`, defaults to 1.0): share of the remaining documents in the training set, chosen by the
-            same hash. The validation set stays the same.
-        seed (`int`, defaults to 42): seed of the mixture.
-        num_proc (`int`, *optional*): number of processes that parse and split data of more than 10,000 records; by
-            default one per core, up to 8.
-        max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines over all names. Streams are
-            checked before the first step, and then every 1,000 lines.
+        reading ([`~rows.reading.Reading`]): how the user wants them to be read, mixed and divided.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines: source, line (counted from 1) and
             reason.
         is_evaluation (`bool`, defaults to `False`): return an empty training set.
-        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
-        files: `encoding` and `whole_files`, as in [`~data.formats.read_file`].
 
     Returns:
         `tuple`: training set and validation set, each with the single column `text`.
 
     Raises:
         `UserError`: if a name leads to no data or only to bad data, a file cannot be read, too many lines are bad, or
-            an argument is out of range.
+            a choice is out of range.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    check_bounds({"validation_fraction": validation_fraction, "train_fraction": train_fraction})
+    fraction, weights, num_proc = reading.validation_fraction, reading.dataset_weights, reading.num_proc
+    check_bounds({"validation_fraction": fraction, "train_fraction": reading.train_fraction})
     check_bounds({"dataset_weights": weights})
     if weights is not None and len(weights) != len(dataset_names):
         raise UserError(f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each name.")
-    rejected = RejectedLines(max_rejected_ratio, rejected_path)
-    # Conversations and preferences need all columns of a file, texts only one.
-    renamed = parse_columns(columns)
-    text_column = renamed.pop("text", text_column)
-    how = {"schema": schema, "text_column": text_column if schema == "text" else None, "columns": renamed}
-    records = [_load_records(name, how, files, streaming, num_proc) for name in dataset_names]
+    rejected = RejectedLines(reading.max_rejected_ratio, rejected_path)
+    records = [_load_records(name, reading) for name in dataset_names]
     parts = [_keep_documents(part, rejected) for part in records]
     # Without a validation set, read the head of each stream anyway: it shows bad lines before the run starts.
-    heads = _read_heads(dataset_names, parts, VALIDATION_SCAN if validation_fraction else RATIO_INTERVAL, rejected)
-    if validation_fraction and not streaming:
-        validation_fraction = _reach_documents(heads, validation_fraction, schema)
-    validation = concatenate_datasets([split_documents(head, 0.0, validation_fraction, num_proc) for head in heads])
+    heads = _read_heads(dataset_names, parts, VALIDATION_SCAN if fraction else RATIO_INTERVAL, rejected)
+    if fraction and not reading.streaming:
+        fraction = _reach_documents(heads, fraction, reading.kind)
+    validation = concatenate_datasets([split_documents(head, 0.0, fraction, num_proc) for head in heads])
     if is_evaluation:
         return validation.select([]), validation
     # The training set gets the hashes above the hashes of the validation set. By default, `stop` must be exactly 1.0:
     # a rounded sum below 1.0 could drop a document.
-    stop = validation_fraction + (1 - validation_fraction) * train_fraction if train_fraction < 1 else 1.0
-    parts = [split_documents(part, validation_fraction, stop, num_proc) for part in parts]
-    train, passes = _mix(dataset_names, parts, weights, seed)
-    # Every dataset derived from a stream inherits this text. A resumed run compares it with the one in its checkpoint.
-    described = str(([part.info.description for part in records], weights, validation_fraction, train_fraction))
-    if not streaming:
-        share = f"{train_fraction:.0%} of the training documents (--train_fraction)" if train_fraction < 1 else ""
+    stop = fraction + (1 - fraction) * reading.train_fraction if reading.train_fraction < 1 else 1.0
+    parts = [split_documents(part, fraction, stop, num_proc) for part in parts]
+    train, passes = _mix(dataset_names, parts, weights, reading.seed)
+    if reading.streaming:
+        # Every dataset derived from a stream inherits this text. A resumed run compares it with the one in its
+        # checkpoint.
+        described = str(([part.info.description for part in records], weights, fraction, reading.train_fraction))
+    else:
+        share = f"{reading.train_fraction:.0%} of the training documents (--train_fraction)"
+        share = share if reading.train_fraction < 1 else ""
         skipped = f"{rejected.num_rejected:,} bad lines skipped" if rejected.num_rejected else ""
         described = "; ".join(filter(None, (share, skipped, passes)))
     train.info.description = described
@@ -156,7 +168,7 @@ def _read_heads(
     return heads
 
 
-def _reach_documents(heads: list[Dataset], fraction: float, schema: str) -> float:
+def _reach_documents(heads: list[Dataset], fraction: float, kind: str | None) -> float:
     """
     Return the share of the documents for validation, or a larger one where no document has such a hash by chance.
 
@@ -164,7 +176,7 @@ def _reach_documents(heads: list[Dataset], fraction: float, schema: str) -> floa
     share that the user asks for.
     """
     number = sum(map(len, heads))
-    wanted = max(int(number * fraction), int(schema == "text" and number >= 10))
+    wanted = max(int(number * fraction), int(kind == "text" and number >= 10))
     # Larger data have documents with such hashes.
     if not wanted or number > 10_000:
         return fraction
@@ -197,47 +209,51 @@ def _mix(
     return train, f"a pass reads {', '.join(times)}"
 
 
-def _load_records(
-    name: str, how: dict[str, Any], files: dict[str, Any], streaming: bool, num_proc: int | None
-) -> Dataset | IterableDataset:
+def _load_records(name: str, reading: Reading) -> Dataset | IterableDataset:
     """Load the checked records of one name, with the columns of `RECORD_FEATURES`. They are cached unless streamed."""
+    text_column, renamed = columns_of(reading)
+    is_text = reading.kind == "text"
+    # What decides the content of a record. Checkpoints hold digests of this text.
+    choices: list[Any] = [
+        {"schema": reading.kind, "text_column": text_column if is_text else None, "columns": renamed},
+        {"encoding": reading.encoding, "whole_files": reading.whole_files},
+    ]
     sources = find_sources(name)
     states = [(source, _file_state(source)) for source in sources or []]
     if states:
-        lines = _load_lines(name, states, how | files, streaming)
+        lines = _load_lines(name, states, reading, choices)
     else:
-        lines = load_hub_dataset(name, streaming=streaming, num_proc=num_proc)
+        lines = load_hub_dataset(name, streaming=reading.streaming, num_proc=reading.num_proc)
     # Some streams learn their columns only from the first record.
     columns = lines.column_names or list(next(iter(lines), ()))
     if not columns:
         raise UserError(f"{name} holds no record. Check the name, its configuration and its split.")
-    text_column = how["text_column"]
-    if not states and text_column is not None and text_column not in columns:
+    if not states and is_text and text_column not in columns:
         raise UserError(f"{name} has no column {text_column!r} but {', '.join(columns)}; pass --text_column.")
     # A resumed run compares this text of a stream. A digest of the files would need to read them.
     names_and_sizes = [(Path(source).name, size) for source, (size, _) in states] or name
-    lines.info.description = str([how, files, names_and_sizes]) if streaming else ""
+    lines.info.description = str([*choices, names_and_sizes]) if reading.streaming else ""
     hub_name = None if states else name
-    checking: dict[str, Any] = {"fn_kwargs": {"hub_name": hub_name, "types": lines.features, **how}}
+    checking: dict[str, Any] = {"fn_kwargs": {"hub_name": hub_name, "types": lines.features, "reading": reading}}
     checking |= {"features": RECORD_FEATURES, "remove_columns": columns}
     if isinstance(lines, Dataset):
-        checking["num_proc"] = count_processes(len(lines), num_proc)
-        checking["new_fingerprint"] = cache_key(lines._fingerprint, how, hub_name)
+        checking["num_proc"] = count_processes(len(lines), reading.num_proc)
+        checking["new_fingerprint"] = cache_key(lines._fingerprint, choices, hub_name)
     return lines.map(_check_lines, batched=True, with_indices=True, **checking)
 
 
 def _load_lines(
-    name: str, states: list[tuple[str, tuple[int, int | str]]], how: dict[str, Any], streaming: bool
+    name: str, states: list[tuple[str, tuple[int, int | str]]], reading: Reading, choices: list[Any]
 ) -> Dataset | IterableDataset:
     """Load the lines of files and embedded parts, with the columns of `LINE_FEATURES`."""
-    reading: dict[str, Any] = {"features": LINE_FEATURES, "gen_kwargs": {"states": states, **how}}
-    if streaming:
-        return IterableDataset.from_generator(_read_lines, **reading)
+    arguments: dict[str, Any] = {"features": LINE_FEATURES, "gen_kwargs": {"states": states, "reading": reading}}
+    if reading.streaming:
+        return IterableDataset.from_generator(_read_lines, **arguments)
     announce(f"reading {name}")
     # A file may change and keep its size and its time.
     contents = [(source, state if source in EMBEDDED_SOURCES else _digest_file(source)) for source, state in states]
     try:
-        return Dataset.from_generator(_read_lines, **reading, fingerprint=cache_key(how, contents))
+        return Dataset.from_generator(_read_lines, **arguments, fingerprint=cache_key(choices, contents))
     except datasets.exceptions.DatasetGenerationError as error:
         # `datasets` wraps every error of the generator. Users should see only the message inside.
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
@@ -257,7 +273,7 @@ def _digest_file(source: str) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
-def _read_lines(states: list[tuple[str, tuple[int, int | str]]], **how: Any) -> Iterator[dict[str, Any]]:
+def _read_lines(states: list[tuple[str, tuple[int, int | str]]], reading: Reading) -> Iterator[dict[str, Any]]:
     """
     Yield the lines of embedded parts and files.
 
@@ -266,7 +282,7 @@ def _read_lines(states: list[tuple[str, tuple[int, int | str]]], **how: Any) -> 
     """
     for source, state in states:
         line = 0
-        for line, content in read_source(source, **how):
+        for line, content in read_source(source, reading):
             fault = content.reason if isinstance(content, BadRecord) else None
             yield {"source": source, "line": line, "content": content if fault is None else None, "fault": fault}
         if line == 0:
@@ -277,17 +293,17 @@ def _read_lines(states: list[tuple[str, tuple[int, int | str]]], **how: Any) -> 
 
 
 def _check_lines(
-    batch: dict[str, list], indices: list[int], hub_name: str | None, types: Features | None, **how: Any
+    batch: dict[str, list], indices: list[int], hub_name: str | None, types: Features | None, reading: Reading
 ) -> dict[str, list]:
     """Check a batch of lines; or of rows of a Hub dataset, whose columns have the given types."""
     rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
     records: list[tuple] = []
     for index, row in zip(indices, rows, strict=True):
         if hub_name is not None:
-            record = check_record(hub_name, index + 1, drop_padding(row, types), **how)
+            record = check_record(hub_name, index + 1, drop_padding(row, types), reading)
         else:
             content = row["content"] if row["fault"] is None else BadRecord(row["fault"])
-            record = check_record(row["source"], row["line"], content, **how)
+            record = check_record(row["source"], row["line"], content, reading)
         if record.reason:
             records.append(("", None, record.source, record.line, record.reason))
         else:
@@ -297,7 +313,7 @@ def _check_lines(
 
 def _find_origin(record: Record) -> str | None:
     """Return the text that the split hashes in place of the document; `None` for a text that is not embedded."""
-    if record.schema != "text":
+    if record.kind != "text":
         return first_question(record.text)
     return record.content["origin"] if record.source in EMBEDDED_SOURCES else None
 
@@ -329,12 +345,12 @@ def split_documents(
         num_proc (`int`, *optional*): number of processes; by default one per core, up to 8.
     """
     is_wanted = partial(hashes_are_between, start=start, stop=stop)
-    how: dict[str, Any] = {}
+    caching: dict[str, Any] = {}
     if isinstance(documents, Dataset):
-        how["new_fingerprint"] = cache_key(documents._fingerprint, start, stop)
+        caching["new_fingerprint"] = cache_key(documents._fingerprint, start, stop)
         # A hash takes microseconds, and a process a tenth of a second to start.
-        how["num_proc"] = count_processes(len(documents) // 10, num_proc)
-    documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), **how)
+        caching["num_proc"] = count_processes(len(documents) // 10, num_proc)
+    documents = documents.filter(is_wanted, batched=True, input_columns=list(DOCUMENT_FEATURES), **caching)
     return documents.select_columns(["text"])
 
 

@@ -11,38 +11,43 @@ import datetime
 import io
 import json
 import re
-import string
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from datasets import Json
 
-from ..runtime.command_line import announce
+from ..rows.reading import Reading
 from ..runtime.errors import UserError
-from .exports import read_export
-from .office_files import read_office_file
+from ..runtime.named import load_named
 
 
+# The reader of each kind of file, which is imported when such a file is read. A reader takes a path and a `Reading`,
+# and yields records as JSON text, or as a `BadRecord`, each with its number.
+READERS = {
+    ".jsonl": "hf_pretrain.data.json_files:read_lines",
+    ".json": "hf_pretrain.data.json_files:read_json",
+    ".parquet": "hf_pretrain.data.tables:read_parquet",
+    ".csv": "hf_pretrain.data.tables:read_csv",
+    ".tsv": "hf_pretrain.data.tables:read_csv",
+    ".xlsx": "hf_pretrain.data.office_files:read_office_file",
+    ".txt": "hf_pretrain.data.text_files:read_text_file",
+    ".md": "hf_pretrain.data.text_files:read_text_file",
+    ".docx": "hf_pretrain.data.office_files:read_office_file",
+    ".pdf": "hf_pretrain.data.office_files:read_office_file",
+}
+EXTENSIONS = tuple(READERS)
 DOCUMENTS = (".docx", ".pdf")
 # Files without records.
 TEXT_EXTENSIONS = (".txt", ".md", *DOCUMENTS)
-EXTENSIONS = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".xlsx", *TEXT_EXTENSIONS)
 COMPRESSIONS = (".gz", ".zst")
 KNOWN = f"{', '.join(EXTENSIONS)}, also with {' or '.join(COMPRESSIONS)}"
 # Code pages of Windows for Chinese, western languages, Russian and Japanese.
 ENCODINGS = ("gb18030", "cp1252", "cp1251", "cp932")
-# Beginnings of questions, which the group matches, and of answers.
-PAIR_MARKS = re.compile(r"(?im)^[>#* \t]*(?:(Q|Question|问题?|提问)|A|Answer|答案?|回答)[ \t]*\d*[ \t]*\**[:：]\**")
 # JSON can hold half of a surrogate pair, and Python's parser accepts it. But UTF-8 cannot encode it.
 SURROGATE = re.compile("[\ud800-\udfff]")
-# Python's default limit is 128 KiB, and a document may be longer. Without a limit, a quote that is never closed could
-# fill the memory.
-MAX_FIELD_CHARACTERS = 64_000_000
 # Maximum number of nested arrays and objects: far above real schemas, far below Python's recursion limit.
 MAX_DEPTH = 64
 
@@ -166,19 +171,14 @@ def file_format(path: Path) -> str | None:
     return name.suffix if name.suffix in EXTENSIONS else None
 
 
-def read_file(
-    path: Path, *, text_column: str | None, encoding: str = "utf-8", whole_files: bool = False
-) -> Iterator[tuple[int, str | BadRecord]]:
+def read_file(path: Path, reading: Reading) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file as JSON text, each with its number.
 
     Args:
         path (`Path`): a file with a [`file_format`].
-        text_column (`str`, *optional*): column to read from a parquet file, and key for the text of a file of plain
-            text. Without it, records have all columns, and plain text must be pairs of question and answer.
-        encoding (`str`, defaults to `"utf-8"`): encoding of a file without a byte order mark.
-        whole_files (`bool`, defaults to `False`): make one record of a .txt file, as of a .md file, not one per
-            paragraph.
+        reading ([`~rows.reading.Reading`]): how the user wants it to be read. For records other than text, plain text
+            must be pairs of question and answer.
 
     Yields:
         `tuple[int, str | BadRecord]`: the number of the record's first line, or of its row in a JSON array or parquet
@@ -187,35 +187,21 @@ def read_file(
     Raises:
         `UserError`: if the file is damaged or has no records of this kind.
     """
-    extension = file_format(path)
+    extension = str(file_format(path))
+    holds_pairs = extension in TEXT_EXTENSIONS and reading.kind not in ("text", None)
+    read = load_named("hf_pretrain.data.text_files:read_pairs" if holds_pairs else READERS[extension])
+    fault = None
     try:
-        records: Iterator[tuple[int, str | BadRecord]]
-        if extension in TEXT_EXTENSIONS and text_column is None:
-            records = _read_pairs(path, encoding)
-        elif extension == ".parquet":
-            records = enumerate(map(as_json, _read_parquet(path, text_column)), start=1)
-        elif extension in (".xlsx", *DOCUMENTS):
-            tables = read_office_file(path, extension, text_column)
-            records = chain.from_iterable(_read_table(path, iter(rows)) for rows in tables)
-        elif extension in (".csv", ".tsv"):
-            records = _read_table(path, _read_csv(path, encoding, extension))
-        elif extension in TEXT_EXTENSIONS:
-            # A heading alone, or half a block of code, is no document.
-            texts = _read_paragraphs(path, encoding, whole_files or extension == ".md")
-            records = ((number, write_json({text_column: text})) for number, text in texts)
-        else:
-            records = _read_json_lines(path, encoding, may_be_array=extension == ".json")
-        fault = None
-        for number, content in records:
+        for number, content in read(path, reading):
             # Only a byte that the encoding lacks has become a surrogate: JSON escapes others.
             if isinstance(content, str) and SURROGATE.search(content):
                 # The lines of a file have one reason, so that they are counted together.
-                content = fault = fault or _wrong_encoding(encoding, content)
+                content = fault = fault or wrong_encoding(reading.encoding, content)
             yield number, content
     except BadRecord as error:
         raise UserError(f"{path}: {error.reason}.") from None
     except UnicodeError as error:
-        raise UserError(f"{path} is not {encoding.upper()}. Pass the right --encoding.") from error
+        raise UserError(f"{path} is not {reading.encoding.upper()}. Pass the right --encoding.") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}. Write it again.") from error
 
@@ -242,7 +228,7 @@ def parse_json(content: str | BadRecord) -> Any:
         raise BadRecord(f"JSON that cannot be read: {error}; fix or drop it") from None
 
 
-def _wrong_encoding(encoding: str, text: str) -> BadRecord:
+def wrong_encoding(encoding: str, text: str) -> BadRecord:
     """Return the reason for bytes that the encoding does not have, with what other encodings make of the text."""
     found = []
     for name in ENCODINGS:
@@ -253,7 +239,7 @@ def _wrong_encoding(encoding: str, text: str) -> BadRecord:
     return BadRecord(f"not {encoding.upper()}; pass the right --encoding: {', '.join(found) or 'e.g. big5'}")
 
 
-def _open(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
+def open_text(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
     """
     Open a file as text, decompressed by the ending of its name. A file that ends early gives an `OSError`.
 
@@ -273,100 +259,3 @@ def _open(path: Path, encoding: str, newline: str | None) -> io.TextIOWrapper:
         return io.TextIOWrapper(file, encoding=encoding, errors="surrogateescape", newline=newline)
     except LookupError:
         raise UserError(f"--encoding {encoding} is unknown. Use one of Python's, such as gb18030 or utf-16.") from None
-
-
-def _read_json_lines(path: Path, encoding: str, *, may_be_array: bool) -> Iterator[tuple[int, str | BadRecord]]:
-    """Yield the lines that are not blank, or the elements of an array."""
-    with _open(path, encoding, "\n") as file:
-        numbered = enumerate(file, start=1)
-        lines = ((number, line.rstrip("\r\n")) for number, line in numbered if line.strip(string.whitespace))
-        start, first = next(lines, (0, ""))
-        if may_be_array and first.lstrip().startswith("["):
-            text = first + file.read()
-            records = parse_json(_wrong_encoding(encoding, text) if SURROGATE.search(text) else text)
-            records = read_export(records) or records
-            yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
-            return
-        second = next(lines, None)
-        # Programs that print JSON for people begin so.
-        if second and (first.strip() == "[" or (first.strip() == "{" and second[1].lstrip().startswith('"'))):
-            rest = "\n".join(line for _, line in lines)
-            exported = read_export(f"{first}\n{second[1]}\n{rest}") if may_be_array else None
-            if not exported:
-                shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
-                chats = "Of Telegram's exports, only personal chats in which both write are read."
-                raise UserError(f"{path} holds JSON over several lines. Write {shapes}. {chats}")
-            yield from ((number, as_json(record)) for number, record in enumerate(exported, start=1))
-            return
-        yield from chain([(start, first)] if first else [], [second] if second else [], lines)
-
-
-def _read_paragraphs(path: Path, encoding: str, whole_files: bool) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs between blank lines, each with the number of its first line, or the whole text."""
-    with _open(path, encoding, None) as file:
-        if whole_files:
-            yield 1, file.read()
-            return
-        for is_blank, group in groupby(enumerate(file, start=1), lambda numbered: not numbered[1].strip()):
-            if not is_blank:
-                numbers, lines = zip(*group, strict=True)
-                yield numbers[0], "".join(lines).removesuffix("\n")
-
-
-def _read_pairs(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
-    """
-    Yield questions and answers as JSON, each pair with its number, from a text in which a mark begins each of them.
-
-    Raises:
-        `UserError`: if the text is of another form.
-    """
-    content = "" if file_format(path) in DOCUMENTS else next(_read_paragraphs(path, encoding, True))[1]
-    before, *parts = PAIR_MARKS.split(content)
-    texts = [text.strip() for text in parts[1::2]]
-    is_question = [mark is not None for mark in parts[::2]]
-    if not texts or before.strip() or not all(texts) or is_question != [True, False] * (len(texts) // 2):
-        form = "JSONL, or as .txt with `Q:` before each question and `A:` before each answer"
-        raise UserError(f"{path} holds plain text, and records are wanted. Write them as {form}.")
-    announce(f"reading {path} as {len(texts) // 2} pairs of question and answer")
-    pairs = zip(texts[::2], texts[1::2], strict=True)
-    yield from ((i, write_json({"prompt": q, "completion": a})) for i, (q, a) in enumerate(pairs, start=1))
-
-
-def _read_csv(path: Path, encoding: str, extension: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV file, each with the number of its first line."""
-    csv.field_size_limit(MAX_FIELD_CHARACTERS)
-    with _open(path, encoding, "") as file:
-        header = file.readline()
-        # Excel writes semicolons where the comma is the decimal point. Only the names show it: texts hold all marks.
-        found = [mark for mark in ",;\t" if mark in re.sub('"[^"]*"', "", header)]
-        separator = "\t" if extension == ".tsv" else "".join(found) or ","
-        if len(separator) > 1:
-            raise UserError(f"{path}: the first row holds several separators, {separator!r}. Quote its names.")
-        rows = csv.reader(chain([header], file), delimiter=separator, strict=True)
-        number = 1
-        for row in rows:
-            # Blank lines are no rows.
-            if row:
-                yield number, row
-            number = rows.line_num + 1
-
-
-def _read_table(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, str | BadRecord]]:
-    """Yield the rows of a table as the JSON of objects of strings. The first row names the keys."""
-    _, names = next(rows, (0, []))
-    if len(set(names)) < len(names):
-        raise UserError(f"{path}: the first row does not name each column once. Correct it.")
-    fault = BadRecord(f"a row without {len(names)} fields like the first row; quote its fields")
-    for number, row in rows:
-        yield number, write_json(dict(zip(names, row, strict=True))) if len(row) == len(names) else fault
-
-
-def _read_parquet(path: Path, text_column: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file, with one column or all."""
-    file = pq.ParquetFile(path)
-    names = file.schema_arrow.names
-    if text_column is not None and text_column not in names:
-        raise UserError(f"{path} has no column {text_column!r} but {', '.join(names)}. Pass --text_column.")
-    # Read in batches, so that a large file need not fit into memory.
-    for batch in file.iter_batches(batch_size=1000, columns=None if text_column is None else [text_column]):
-        yield from map(drop_padding, batch.to_pylist())

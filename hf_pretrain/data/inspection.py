@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ..rows.encoding import encode_conversation
+from ..rows.reading import Reading
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..tokenizer.answers import set_template
@@ -19,7 +21,6 @@ from ..tokenizer.pretrained import load_tokenizer
 from ..tokenizer.training import train_tokenizer
 from .audit import Audit
 from .cleaning import text_digest
-from .encoding import encode_conversation
 from .records import Record, plain_text, read_records
 
 
@@ -59,12 +60,12 @@ class Survey:
 
 def inspect_data(
     names: list[str],
+    reading: Reading,
     *,
     tokenizer_name: str | None = None,
     max_length: int = 512,
     num_shown: int = 20,
     page: str | None = None,
-    **reading: Any,
 ) -> str:
     """
     Return the findings about some data, and random records as the model sees them, as text for the terminal.
@@ -73,16 +74,16 @@ def inspect_data(
 
     Args:
         names (`list[str]`): the data, in the form of `--dataset_name`.
+        reading ([`~rows.reading.Reading`]): how the user wants them to be read.
         tokenizer_name (`str`, *optional*): directory or Hub id; by default, a tokenizer is trained on the data.
         max_length (`int`): tokens per packed sequence.
         num_shown (`int`): number of records in the text.
         page (`str`, *optional*): HTML file to write the audit to.
-        reading: the other arguments of [`~data.records.read_records`].
 
     Raises:
         `UserError`: if a name leads to no data, no record is good, or there is nothing to write a page of.
     """
-    records: Iterable[Record] = read_records(names, **reading)
+    records: Iterable[Record] = read_records(names, reading)
     audit = None
     if tokenizer_name is not None:
         tokenizer = load_tokenizer(tokenizer_name)
@@ -94,7 +95,7 @@ def inspect_data(
         raise UserError(f"No record of {', '.join(names)} can be trained on: {reasons}. Correct the data.")
     if audit is None:
         tokenizer = train_tokenizer([plain_text(record) for record in survey.sample])
-    elif any(record.schema != "text" for record in survey.sample):
+    elif any(record.kind != "text" for record in survey.sample):
         set_template(tokenizer)
     announce("counting tokens")
     found = describe(survey, tokenizer, max_length=max_length)
@@ -124,7 +125,7 @@ def survey_records(records: Iterable[Record]) -> Survey:
         if record.reason:
             survey.reasons[record.reason] += 1
             continue
-        survey.kinds[record.schema] += 1
+        survey.kinds[record.kind] += 1
         survey.num_bytes += len(plain_text(record, chosen_only=True).encode())
         digests.add(text_digest(record.text))
         if len(survey.sample) < SAMPLE_SIZE:
@@ -144,10 +145,10 @@ def render(record: Record, tokenizer: PreTrainedTokenizerFast) -> list[int]:
         tokenizer ([`PreTrainedTokenizerFast`]): with a marked chat template, if the record is not a text.
 
     """
-    if record.schema == "text":
+    if record.kind == "text":
         return encode_documents([record.text], tokenizer)[0]
     parts = json.loads(record.text)
-    messages = parts["prompt"] + parts["chosen"] if record.schema == "preference" else parts["messages"]
+    messages = parts["prompt"] + parts["chosen"] if record.kind == "preference" else parts["messages"]
     return encode_conversation(tokenizer, messages, parts.get("tools"), **parts.get("chat_template_kwargs", {}))[0]
 
 

@@ -5,14 +5,20 @@ import io
 import re
 import zipfile
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from transformers.utils import logging
 
+from ..rows.reading import Reading
 from ..runtime.errors import UserError, needing_extra
+from .columns import columns_of
+from .formats import BadRecord, file_format
+from .tables import read_table
 
 
 logger = logging.get_logger(__name__)
@@ -28,7 +34,13 @@ _ERRORS = ("#NULL!", "#DIV/0!", "#VALUE!", "#REF!", "#NAME?", "#NUM!", "#N/A")
 _FIELDS = re.compile(rb"</?w:(fldSimple|ruby|rubyBase)\b[^>]*>|<w:rt>.*?</w:rt>", re.DOTALL)
 
 
-def read_office_file(path: Path, extension: str, text_column: str | None) -> list[list[tuple[int, list[str]]]]:
+def read_office_file(path: Path, reading: Reading) -> Iterator[tuple[int, str | BadRecord]]:
+    """Yield the rows of all sheets of an .xlsx file as objects, or the whole text of another file as one."""
+    tables = read_tables(path, columns_of(reading)[0])
+    return chain.from_iterable(read_table(path, iter(rows)) for rows in tables)
+
+
+def read_tables(path: Path, text_column: str) -> list[list[tuple[int, list[str]]]]:
     """
     Return tables: their rows as texts, each with its number. The first row of a table names the columns.
 
@@ -42,7 +54,7 @@ def read_office_file(path: Path, extension: str, text_column: str | None) -> lis
         import mammoth  # noqa: F401
         import openpyxl
         import pdfminer  # noqa: F401  the readers import their parts
-    content = pa.input_stream(path).read()
+    content, extension = pa.input_stream(path).read(), file_format(path)
     try:
         if extension == ".xlsx":
             for item in zipfile.ZipFile(io.BytesIO(content)).infolist():
@@ -58,7 +70,7 @@ def read_office_file(path: Path, extension: str, text_column: str | None) -> lis
     # pdfminer writes (cid:7) for a character that the font of the file does not name.
     if not text.strip() or text.count("(cid:") * 100 > len(text):
         raise UserError(f"{path} holds no text, like a scan. Recognise its characters first (OCR), or remove it.")
-    return [[(0, [str(text_column)]), (1, [text.replace("\f", "\n")])]]
+    return [[(0, [text_column]), (1, [text.replace("\f", "\n")])]]
 
 
 def _check_size(path: Path, size: int) -> None:

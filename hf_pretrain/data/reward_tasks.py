@@ -25,12 +25,13 @@ from typing import Any
 import pyarrow as pa
 from datasets import Dataset
 
+from ..rows.draws import add_system_message
+from ..rows.reading import Reading
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
 from .columns import parse_columns, rename_columns
 from .corpora import load_embedded
 from .documents import hashes_are_between
-from .draws import add_system_message
 from .formats import BadRecord, check_values, parse_json, write_json
 from .messages import check_record_fields, read_messages, read_turn, take_weights
 from .rejected import RejectedLines
@@ -180,11 +181,12 @@ def _as_columns(messages: list[dict[str, Any]], tools: list | None) -> tuple[lis
 
 
 def _read_tasks(
-    name: str, encoding: str, rejected: RejectedLines, finish: Callable[[Any], dict[str, Any]], columns: dict[str, str]
+    name: str, reading: Reading, rejected: RejectedLines, finish: Callable[[Any], dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of files or of a Hub dataset, finished, each with the text whose hash decides the split."""
+    columns = parse_columns(tuple(reading.columns or ()))
     for source in find_sources(name) or [name]:
-        for line, content in read_source(source, text_column=None, encoding=encoding):
+        for line, content in read_source(source, reading):
             rejected.num_lines += 1
             try:
                 record = parse_json(content)
@@ -197,13 +199,9 @@ def _read_tasks(
 
 def load_tasks(
     dataset_names: list[str],
+    reading: Reading = Reading(kind="task"),
     *,
-    encoding: str = "utf-8",
-    columns: list[str] | None = None,
-    validation_fraction: float = 0.01,
-    seed: int = 42,
     add_system_ratio: float = 0.0,
-    max_rejected_ratio: float = 0.01,
     rejected_path: str | Path | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Dataset, Dataset]:
@@ -216,12 +214,9 @@ def load_tasks(
     Args:
         dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory, or a Hub id, with
             records in a format of [`read_task`].
-        encoding (`str`, defaults to `"utf-8"`): encoding of the files.
-        columns (`list[str]`, *optional*): as in [`~data.columns.parse_columns`].
-        validation_fraction (`float`, defaults to 0.01): share of the tasks in the validation set.
-        seed (`int`, defaults to 42): seed of the embedded tasks and of the random system messages.
+        reading ([`~rows.reading.Reading`]): how the user wants them to be read and divided. Its seed is also the seed
+            of the embedded tasks and of the random system messages.
         add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
-        max_rejected_ratio (`float`, defaults to 0.01): tolerated share of bad lines.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines.
         check (`Callable`, *optional*): raises `BadRecord` for a task of the user that is unfit for training.
 
@@ -231,7 +226,8 @@ def load_tasks(
     Raises:
         `UserError`: if a name leads to no task, too many lines are bad, or the training set is empty.
     """
-    rejected = RejectedLines(max_rejected_ratio, rejected_path)
+    rejected = RejectedLines(reading.max_rejected_ratio, rejected_path)
+    fraction, seed = reading.validation_fraction, reading.seed
 
     def finish(task: dict[str, Any], *, is_embedded: bool = False) -> dict[str, Any]:
         tools = task["prompt"][0].get("tools")
@@ -246,7 +242,7 @@ def load_tasks(
         if DatasetName.parse(name).is_embedded:
             loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
         else:
-            loaded += _read_tasks(name, encoding, rejected, finish, parse_columns(columns))
+            loaded += _read_tasks(name, reading, rejected, finish)
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
@@ -255,10 +251,10 @@ def load_tasks(
     # The training set and the validation set.
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for row, origins in loaded:
-        is_validation = all(hashes_are_between(origins, [None] * len(origins), 0.0, validation_fraction))
+        is_validation = all(hashes_are_between(origins, [None] * len(origins), 0.0, fraction))
         sides[is_validation].append({name: row.get(name) for name in names})
     if not sides[0]:
-        raise UserError(f"--validation_fraction {validation_fraction} leaves none of {len(loaded)} tasks. Lower it.")
+        raise UserError(f"--validation_fraction {fraction} leaves none of {len(loaded)} tasks. Lower it.")
     try:
         return Dataset.from_list(sides[0]), Dataset.from_list(sides[1])
     except (pa.ArrowException, OverflowError) as error:

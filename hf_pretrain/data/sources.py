@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging
 
+from ..rows.reading import Reading
 from ..runtime.errors import UserError
 from ..runtime.names import DatasetName, check_word
 from .corpora import EMBEDDED_CORPORA, load_embedded
@@ -122,25 +122,21 @@ def name_eval_sets(eval_names: list[str] | None, train_names: list[str]) -> dict
     return dict(zip(labels, names, strict=True))
 
 
-def read_source(
-    source: str, *, schema: str = "text", text_column: str | None, columns: Any = None, **how: Any
-) -> Iterator[tuple[int, str | BadRecord]]:
+def read_source(source: str, reading: Reading) -> Iterator[tuple[int, str | BadRecord]]:
     """
     Yield the records of a file, an embedded part or a Hub dataset as JSON text, each with its number.
 
     Args:
         source (`str`): one of the sources that [`find_sources`] returns, or the name of a Hub dataset.
-        schema (`str`, defaults to `"text"`): kind of the records of an embedded part, as in
-            [`~data.corpora.load_embedded`].
-        columns: not read here; [`~data.records.check_record`] renames.
-        text_column (`str`, *optional*), how: as in [`~data.formats.read_file`].
+        reading ([`~rows.reading.Reading`]): how the user wants it to be read. [`~data.records.check_record`] renames
+            its columns.
     """
     if source in EMBEDDED_SOURCES:
-        records = load_embedded(EMBEDDED_SOURCES[source], schema=schema)
+        records = load_embedded(EMBEDDED_SOURCES[source], kind=reading.kind or "text")
         yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
     # All files that are read have a known ending, and a name with such an ending is always a file.
     elif file_format(Path(source)) is None:
         rows = load_hub_dataset(source)
         yield from ((number, as_json(drop_padding(row, rows.features))) for number, row in enumerate(rows, start=1))
     else:
-        yield from read_file(Path(source), text_column=text_column, **how)
+        yield from read_file(Path(source), reading)

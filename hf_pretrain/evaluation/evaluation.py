@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.hf_argparser import HfArg
 
 from ..checkpoints.directory import find_newest_run
-from ..data.chat_arguments import ChatArguments
-from ..data.preparation import PreparedData, load_rows
+from ..rows.chat_arguments import ChatArguments
+from ..rows.preparation import PreparedData, load_rows
 from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
 from ..runtime.names import public_name
@@ -151,7 +151,7 @@ def begin_results(
 
     Args:
         metrics (`dict[str, float]`): the metrics of the validation set; empty without one.
-        data ([`~data.preparation.PreparedData`]): the validation set.
+        data ([`~rows.preparation.PreparedData`]): the validation set.
         max_length (`int`): tokens per packed sequence.
         limit (`float`, *optional*): the number of examples per task, or their share.
     """

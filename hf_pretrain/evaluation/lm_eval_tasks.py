@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 from tokenizers import processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from ..data.preparation import PreparedData
+from ..rows.preparation import PreparedData
 from ..runtime.errors import UserError, needing_extra
 from ..runtime.names import hint
 from ..runtime.signals import running_user_code

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..data.formats import BadRecord, check_values, parse_json, read_file
 from ..data.messages import as_text, check_record_fields, is_blank, parse_tools, read_turn, take_weights
+from ..rows.reading import Reading
 from ..runtime.command_line import progress
 from ..runtime.errors import UserError
 from ..runtime.writing import locked
@@ -37,7 +38,7 @@ def read_prompts(
         `UserError`: for a record without a usable prompt.
     """
     prompts = []
-    for number, content in read_file(path, text_column=None, encoding=encoding):
+    for number, content in read_file(path, Reading(kind="conversation", encoding=encoding)):
         try:
             record = parse_json(content)
             if not isinstance(record, dict) or ANSWER in record:

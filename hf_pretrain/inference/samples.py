@@ -14,9 +14,9 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.preparation import PreparedData
-from ..data.unigram import tokens_and_starts
 from ..loading.native import DEFAULT_SAMPLING
+from ..rows.preparation import PreparedData
+from ..rows.unigram import tokens_and_starts
 from ..tokenizer.control_tokens import encode_prompt
 
 

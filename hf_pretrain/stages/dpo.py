@@ -52,7 +52,7 @@ class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
 
 
 class MiniMindDPOTrainer(TrlTrainer, DPOTrainer):
-    """TRL's [`~trl.DPOTrainer`] for pairs of [`~data.preference_pairs.prepare_pairs`]."""
+    """TRL's [`~trl.DPOTrainer`] for pairs of [`~rows.preference_pairs.prepare_pairs`]."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from ..data.draws import draw
 from ..inference.tools import read_schemas
+from ..rows.draws import draw
 from ..tokenizer.control_tokens import encode_chat, thinking_variables
 
 

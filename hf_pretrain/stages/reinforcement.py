@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
-from ..data.data_arguments import ReadingArguments
-from ..data.preparation import PreparedData, end_preview
 from ..data.reward_tasks import load_tasks
 from ..data.sources import name_eval_sets
+from ..rows.data_arguments import ReadingArguments
+from ..rows.preparation import PreparedData, end_preview
 from ..runtime.errors import UserError, as_user_errors, needing_extra
 from ..runtime.json_files import read_json
 from ..runtime.names import public_name
@@ -92,15 +92,15 @@ class TaskArguments(ReadingArguments):
         """
         tokenizer.chat_template = fix_date(tokenizer.chat_template, training_args.date)
         check = task_check(tokenizer, **limits, **training_args.chat_template_kwargs or {})
-        how = {"seed": training_args.seed, "add_system_ratio": self.add_system_ratio, "check": check}
-        how |= {"max_rejected_ratio": self.max_rejected_ratio, "encoding": self.encoding, "columns": self.columns}
-        named = name_eval_sets(self.eval_dataset_name, self.dataset_name)
+        reading = self.reading(training_args.seed)
         # Without a fraction for validation, the training set is the whole set.
-        eval_sets = {label: load_tasks([name], validation_fraction=0.0, **how)[0] for label, name in named.items()}
-        how["validation_fraction"] = 0.0 if eval_sets else self.validation_fraction
+        whole = replace(reading, validation_fraction=0.0)
+        load = partial(load_tasks, add_system_ratio=self.add_system_ratio, check=check)
+        named = name_eval_sets(self.eval_dataset_name, self.dataset_name)
+        eval_sets = {label: load([name], whole)[0] for label, name in named.items()}
         is_kept = not (training_args.process_index or training_args.dry_run or training_args.preview)
         rejected_path = Path(training_args.output_dir, "rejected.jsonl") if is_kept else None
-        train, validation = load_tasks(self.dataset_name, rejected_path=rejected_path, **how)
+        train, validation = load(self.dataset_name, whole if eval_sets else reading, rejected_path=rejected_path)
         eval_sets = eval_sets or {"": validation}
         report = [
             f"Training: {len(train):,} tasks, {training_args.num_generations} completions each",

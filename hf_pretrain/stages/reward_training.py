@@ -40,7 +40,7 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
 
 
 class MiniMindRewardTrainer(TrlTrainer, RewardTrainer):
-    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~data.preparation.load_rows`]."""
+    """TRL's [`~trl.RewardTrainer`] for whole pairs of [`~rows.preparation.load_rows`]."""
 
 
 def make_reward_model(model: MiniMindForCausalLM) -> MiniMindForSequenceClassification:

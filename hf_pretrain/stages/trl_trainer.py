@@ -16,8 +16,8 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..data.row_source import EvaluationBatches, RowSource, pad_rows
 from ..model.router_loss import find_documents, router_loss
+from ..rows.row_source import EvaluationBatches, RowSource, pad_rows
 from ..runtime.errors import UserError
 from ..training.base_trainer import RunTrainer
 

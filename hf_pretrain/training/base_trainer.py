@@ -18,10 +18,10 @@ from ..checkpoints import optimizer_state
 from ..checkpoints.directory import checkpoint_path, rotate_checkpoints
 from ..checkpoints.whole_weights import gather_weights
 from ..checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
-from ..data.row_source import RowSource
 from ..loading.adapters import base_model_of
 from ..model.decoder_layer import MiniMindDecoderLayer
 from ..model.loss import MiniMindLMHead
+from ..rows.row_source import RowSource
 from ..runtime.command_line import announce
 from ..runtime.devices import compile_modules
 from ..runtime.errors import UserError

@@ -18,8 +18,8 @@ from datasets.config import HF_DATASETS_CACHE
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..checkpoints.writer import checkpoint_bytes
-from ..data.collators import DataCollatorForPackedRows
 from ..loading.adapters import base_model_of
+from ..rows.collators import DataCollatorForPackedRows
 from ..runtime.command_line import announce
 from ..runtime.texts import Translation, format_rows, translation
 from .budgets import BUDGETS, whole_model

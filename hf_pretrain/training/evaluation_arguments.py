@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.hf_argparser import HfArg
 
-from ..data.preparation import PreparedData
+from ..rows.preparation import PreparedData
 from ..runtime.errors import UserError
 from ..runtime.named import load_named
 from .training_arguments import LMTrainingArguments

@@ -8,7 +8,7 @@ validation loss is one ratio of sums over the whole set.
 The order of calls of one optimizer step, with the file of each:
 
     get_batch_samples          here            the micro-batches, and their totals over all ranks
-      super().get_batch_samples  base_trainer    ends a finished run; Trainer reads the loader (data/row_source.py)
+      super().get_batch_samples  base_trainer    ends a finished run; Trainer reads the loader (rows/row_source.py)
       count_step                 step_loss       sums of weights, documents and tokens
     for each micro-batch:      transformers    Trainer.training_step
       compute_loss               here
@@ -30,10 +30,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..data.collators import DataCollatorForPackedRows
-from ..data.row_source import PaddingRowCollator, RowSource, pad_rows
 from ..loading.adapters import base_model_of
 from ..model.configuration_minimind import MiniMindConfig
+from ..rows.collators import DataCollatorForPackedRows
+from ..rows.row_source import PaddingRowCollator, RowSource, pad_rows
 from ..runtime.errors import UserError
 from ..tokenizer.pretrained import token_byte_lengths
 from .base_trainer import RunTrainer
@@ -54,7 +54,7 @@ class MaskedLossTrainer(RunTrainer):
     tokenizer, `eval_bits_per_byte`.
 
     Args:
-        data_collator (`Callable`, *optional*): [`~data.collators.DataCollatorForPackedRows`] by default, which takes
+        data_collator (`Callable`, *optional*): [`~rows.collators.DataCollatorForPackedRows`] by default, which takes
             rows with `input_ids` of any lengths.
         train_dataset, eval_dataset: rows whose batches hold `input_ids` and `labels` of shape
             `(batch_size, seq_len)`, -100 for tokens that are not predicted, and optionally a float `loss_mask` of

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from ..data.collators import DataCollatorForPackedRows
 from ..model.configuration_minimind import MiniMindConfig
+from ..rows.collators import DataCollatorForPackedRows
 from ..runtime.stages import STAGES
 from .training_arguments import LMTrainingArguments
 

@@ -20,11 +20,11 @@ from transformers import (
     set_seed,
 )
 
-from ..data.data_arguments import SourceArguments
-from ..data.preparation import PreparedData
-from ..data.unigram import unigram_loss
 from ..loading.adapters import AdapterArguments, base_model_of
 from ..loading.model_arguments import ModelArguments
+from ..rows.data_arguments import DataArguments
+from ..rows.preparation import PreparedData
+from ..rows.unigram import unigram_loss
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import NATS
@@ -207,7 +207,7 @@ def _check_arguments(args: LMTrainingArguments, others: list[Any]) -> None:
         raise UserError(
             "--add_tokens trains new rows, which --use_peft freezes and --fsdp_size shards. Leave one out."
         )
-    streams = any(isinstance(part, SourceArguments) and part.streaming for part in others)
+    streams = any(isinstance(part, DataArguments) and part.streaming for part in others)
     if streams and args.max_steps < 1 and all(vars(args)[name] is None for name in BUDGETS):
         raise UserError(
             "--streaming needs --max_steps, because the length of a stream is unknown. Add --max_steps N, a budget "
@@ -229,7 +229,7 @@ def train(
 
     Args:
         run ([`Run`]): the result of [`begin_run`].
-        data ([`~data.preparation.PreparedData`]): the data and the tokenizer.
+        data ([`~rows.preparation.PreparedData`]): the data and the tokenizer.
         model ([`~transformers.PreTrainedModel`]): the model, or an adapted one.
         trainer_class (`type[RunTrainer]`): the trainer of the stage; `kwargs` are its own arguments.
         sample (`Callable`, *optional*): returns prompts and generated texts of the trainer and its model; by default

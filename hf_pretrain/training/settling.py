@@ -21,10 +21,10 @@ from datasets import IterableDataset
 from transformers import PreTrainedModel
 
 from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
-from ..data.collators import DataCollatorForPackedRows
-from ..data.row_source import is_stream
 from ..loading.adapters import base_model_of
 from ..model.configuration_minimind import MiniMindConfig
+from ..rows.collators import DataCollatorForPackedRows
+from ..rows.row_source import is_stream
 from ..run_directory.directory import now
 from ..runtime.devices import keep_freed_blocks
 from ..runtime.errors import UserError
@@ -39,7 +39,7 @@ from .training_arguments import LMTrainingArguments, default_learning_rate
 
 
 if TYPE_CHECKING:
-    from ..data.preparation import PreparedData
+    from ..rows.preparation import PreparedData
     from .run import Run
 
 # A dry run neither saves, evaluates, pushes nor reports to trackers.
@@ -102,7 +102,7 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
 
     Args:
         run ([`~training.run.Run`]): the run.
-        data ([`~data.preparation.PreparedData`] or [`TrainerData`]): its data.
+        data ([`~rows.preparation.PreparedData`] or [`TrainerData`]): its data.
         model ([`~transformers.PreTrainedModel`]): the model, or an adapted one.
 
     Raises:

@@ -18,10 +18,10 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..data.encoding import EMPTY_THOUGHT
 from ..loading.native import DEFAULT_SAMPLING, own_sampling
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
+from ..rows.encoding import EMPTY_THOUGHT
 from ..runtime.errors import UserError
 from ..tokenizer.control_tokens import encode_prompt, find_turn_end
 from .gguf_file import GGUFFile, GGUFTensor, read_gguf_file

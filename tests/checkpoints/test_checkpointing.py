@@ -13,8 +13,9 @@ from hf_pretrain.checkpoints.directory import find_newest_run, rotate_checkpoint
 from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from hf_pretrain.checkpoints.whole_weights import load_weights
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.packing import prepare_rows
 from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassification
+from hf_pretrain.rows.packing import prepare_rows
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resume_check import describe_data
@@ -90,14 +91,14 @@ def test_a_restart_resumes_by_itself(tmp_path, monkeypatch, variable):
 def test_another_stream_is_recognized_by_the_size_of_its_files(tmp_path):
     def description(*texts: str, max_length: int = 16, held_out: float = 0, **mixture) -> dict:
         name = write_jsonl(tmp_path / "a.jsonl", texts)
-        documents, _ = load_documents([name, name], streaming=True, validation_fraction=held_out, **mixture)
+        documents, _ = load_documents([name, name], Reading(streaming=True, validation_fraction=held_out, **mixture))
         tokenizer = train_tokenizer(["one two"], vocab_size=300)
         rows, _ = prepare_rows(documents.shuffle(seed=1, buffer_size=10), tokenizer, max_length=max_length)
         return describe_data(rows)
 
     first = description("one", "two")
     assert description("one", "two") == first and description("one", "two", "three") != first
-    for change in ({"max_length": 17}, {"held_out": 0.1}, {"weights": [1, 2]}):
+    for change in ({"max_length": 17}, {"held_out": 0.1}, {"dataset_weights": [1, 2]}):
         assert description("one", "two", **change) != first
 
 

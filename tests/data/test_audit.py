@@ -10,6 +10,7 @@ from datasets import Dataset
 from hf_pretrain.data.audit import find_worst
 from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.data.inspection import inspect_data
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -28,7 +29,9 @@ def tokenizer():
 def inspect(tmp_path, tokenizer, records, **how):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     path = write_jsonl(tmp_path / "chats.jsonl", records)
-    return path, inspect_data([str(path)], tokenizer_name=str(tmp_path / "tokenizer"), num_shown=1, **how)
+    return path, inspect_data(
+        [str(path)], Reading(kind=None), tokenizer_name=str(tmp_path / "tokenizer"), num_shown=1, **how
+    )
 
 
 def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
@@ -105,7 +108,7 @@ def test_the_page_colours_what_is_trained_and_cut(tmp_path, tokenizer):
     assert unescape("".join(part for _, part in spans)) == tokenizer.decode(ids)
     assert unescape(spans[0][1] + spans[1][1]) == tokenizer.decode(ids[:40])
     with pytest.raises(UserError, match="--page shows conversations. Pass --tokenizer"):
-        inspect_data(["embedded:idiom"], page=str(page))
+        inspect_data(["embedded:idiom"], Reading(kind=None), page=str(page))
 
 
 def test_weights_and_variables(tokenizer):

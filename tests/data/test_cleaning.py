@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 
 from hf_pretrain.data.cleaning import DuplicateFinder, OverlapFinder, clean_data, find_flaw, normalize
-from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.inspection import SAMPLE_SIZE, describe, render, survey_records
 from hf_pretrain.data.records import Record, read_records
+from hf_pretrain.rows.encoding import ConversationEncoder
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
@@ -33,7 +34,7 @@ def chat(question: str, **answer) -> dict:
 def clean_file(path: Path, **how) -> tuple[list[dict], list[dict]]:
     """Return the records of a file that a cleaning keeps, and the list of the others."""
     output = path.with_name("cleaned.jsonl")
-    text = clean_data([str(path)], str(output), **how)
+    text = clean_data([str(path)], str(output), Reading(kind=None), **how)
     kept, dropped = (
         [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         for file in (output, path.with_name("cleaned.jsonl.dropped"))
@@ -136,9 +137,9 @@ def test_the_fields_of_a_record_decide_its_schema(tmp_path):
     ]
     bad = [[], {"body": "a"}, {"messages": [{"role": "nobody"}]}]
     path = write_jsonl(tmp_path / "a.jsonl", [*bad, *records])
-    found = list(read_records([path]))
+    found = list(read_records([path], Reading(kind=None)))
     assert [record.content for record in found] == [None, None, None, *records]
-    assert [record.schema for record in found[3:]] == ["conversation", "text", "preference", "conversation"]
+    assert [record.kind for record in found[3:]] == ["conversation", "text", "preference", "conversation"]
     reasons = ["not an object but an array", "no column 'text'", "a message has the role 'nobody'"]
     assert all(record.reason.startswith(reason) for record, reason in zip(found, reasons, strict=False))
 
@@ -156,7 +157,7 @@ def test_a_sample_is_even_and_counts_are_whole():
 
 def test_the_description_agrees_with_the_data(tmp_path):
     texts = sentences(40)
-    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", [*texts, texts[0]])]))
+    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", [*texts, texts[0]])], Reading(kind=None)))
     tokenizer = train_tokenizer(texts, vocab_size=400)
     found = dict(describe(survey, tokenizer, max_length=16))
     lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) + 2 for text in [*texts, texts[0]]]
@@ -170,11 +171,13 @@ def test_the_description_agrees_with_the_data(tmp_path):
 
 def test_rejected_answers_are_no_text_to_train_on(tmp_path):
     pairs = [{"prompt": f"question {n}", "chosen": "good", "rejected": f"a much worse answer {n}"} for n in range(4)]
-    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", pairs)]))
+    survey = survey_records(read_records([write_jsonl(tmp_path / "a.jsonl", pairs)], Reading(kind=None)))
     assert survey.num_bytes == sum(len(pair["prompt"] + "\n" + pair["chosen"]) for pair in pairs)
     # The rejected answers alone tell these pairs from the first four.
     more = [pair | {"rejected": "another"} for pair in pairs]
-    survey = survey_records(read_records([write_jsonl(tmp_path / "b.jsonl", [*pairs, *more, more[0]])]))
+    survey = survey_records(
+        read_records([write_jsonl(tmp_path / "b.jsonl", [*pairs, *more, more[0]])], Reading(kind=None))
+    )
     assert survey.num_duplicates == 1
     tokenizer = train_tokenizer(sentences(40), vocab_size=400)
     assert all("worse" not in tokenizer.decode(render(record, tokenizer)) for record in survey.sample)
@@ -185,7 +188,7 @@ def test_tools_and_variables_of_a_conversation_are_rendered_as_in_training(tmp_p
     records = [chat("hi", content="hello"), chat("hi", content="hello") | {"tools": [TOOL]}]
     records.append(records[0] | {"chat_template_kwargs": {"enable_thinking": False}})
     rendered = []
-    for record in read_records([write_jsonl(tmp_path / "a.jsonl", records)]):
+    for record in read_records([write_jsonl(tmp_path / "a.jsonl", records)], Reading(kind=None)):
         rendered.append(render(record, tokenizer))
         assert rendered[-1] == ConversationEncoder()([record.text], tokenizer, max_length=10_000)["input_ids"][0]
     assert "get_weather" in tokenizer.decode(rendered[1]) and rendered[0] != rendered[2]

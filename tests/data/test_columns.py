@@ -7,11 +7,12 @@ import pytest
 from datasets import Dataset
 
 from hf_pretrain.data.columns import parse_columns
-from hf_pretrain.data.conversations import SCHEMAS
+from hf_pretrain.data.conversations import RECORDS
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.records import read_records
 from hf_pretrain.data.reward_tasks import load_tasks
+from hf_pretrain.rows.reading import Reading
 
 
 ROWS = [{"Frage": f"{number}?", "Antwort": f"so {number}", "messages": "of another kind"} for number in range(9)]
@@ -36,27 +37,33 @@ def source(request, tmp_path, monkeypatch) -> str:
 
 def test_columns_of_every_source_are_renamed(source, request):
     how = {"validation_fraction": 0, "columns": COLUMNS, "streaming": "stream" in request.node.name}
-    documents, _ = load_documents([source], schema="conversation", **how)
+    documents, _ = load_documents([source], Reading(kind="conversation", **how))
     assert [json.loads(row["text"]) for row in documents] == EXPECTED
-    assert [json.loads(record.text) for record in read_records([source], columns=COLUMNS)] == EXPECTED
+    assert [
+        json.loads(record.text) for record in read_records([source], Reading(kind=None, columns=COLUMNS))
+    ] == EXPECTED
     answers = ["text=Antwort"]
-    assert [record.text for record in read_records([source], columns=answers)] == [row["Antwort"] for row in ROWS]
-    texts, _ = load_documents([source], **how | {"columns": answers})
+    assert [record.text for record in read_records([source], Reading(kind=None, columns=answers))] == [
+        row["Antwort"] for row in ROWS
+    ]
+    texts, _ = load_documents([source], Reading(**how | {"columns": answers}))
     assert [row["text"] for row in texts] == [row["Antwort"] for row in ROWS]
-    tasks, _ = load_tasks([source], columns=["prompt=Frage", "solution=Antwort"], validation_fraction=0)
+    tasks, _ = load_tasks(
+        [source], Reading(kind="task", columns=["prompt=Frage", "solution=Antwort"], validation_fraction=0)
+    )
     assert tasks["solution"][:] == [row["Antwort"] for row in ROWS]
     how |= {"columns": ["prompt=Frag"], "max_rejected_ratio": 1.0}
     with pytest.raises(
         ValueError, match=r"9 x no column 'Frag' \(there is: Frage, Antwort, messages\); correct --col"
     ):
-        load_documents([source], schema="conversation", **how)
+        load_documents([source], Reading(kind="conversation", **how))
 
 
 def test_records_without_a_column_and_with_ours(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = ['{"q": "q", "prompt": "no", "input": "no", "a": "a", "rules": null}', "no JSON", "[1]"]
     path.write_text("\n".join([*lines, '{"q": "q", "a": "a"}', '{"q": "q", "a": "a", "rules": "s"}\n']))
-    records = list(read_records([str(path)], columns=["prompt=q", "completion=a", "system=rules"]))
+    records = list(read_records([str(path)], Reading(kind=None, columns=["prompt=q", "completion=a", "system=rules"])))
     texts = [json.loads(record.text)["messages"] for record in records if not record.reason]
     assert texts == [[Q, A], [SYSTEM, Q, A]] and records[0].content["system"] is None
     reasons = [record.reason[:30] for record in records if record.reason]
@@ -69,7 +76,7 @@ def test_records_without_a_column_and_with_ours(tmp_path):
 
 def test_embedded_records_keep_their_names():
     columns = ["prompt=Frage", "text=Antwort"]
-    train, _ = load_documents(["embedded:chatterbot"], schema="conversation", columns=columns)
+    train, _ = load_documents(["embedded:chatterbot"], Reading(kind="conversation", columns=columns))
     assert len(train) > 100
 
 
@@ -84,7 +91,7 @@ def test_embedded_records_keep_their_names():
 )
 def test_wrong_pairs_are_named(pair, words):
     with pytest.raises(ValueError, match=words):
-        parse_columns(["prompt=a", pair])
+        parse_columns(("prompt=a", pair))
 
 
 Q, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
@@ -101,10 +108,10 @@ FORMS = [
 
 @pytest.mark.parametrize("record", FORMS, ids=str)
 def test_names_of_other_programs(record):
-    assert json.loads(SCHEMAS["conversation"](record)) == {"messages": [Q, A]}
+    assert json.loads(RECORDS["conversation"](record)) == {"messages": [Q, A]}
     with_more = {**record, "history": [["x", "y"]], "system": "s"}
-    assert json.loads(SCHEMAS["conversation"](with_more)) == {"messages": [SYSTEM, *BEFORE, Q, A]}
-    both = json.loads(SCHEMAS["conversation"]({"instruction": "i", "input": "q", "response": "a"}))
+    assert json.loads(RECORDS["conversation"](with_more)) == {"messages": [SYSTEM, *BEFORE, Q, A]}
+    both = json.loads(RECORDS["conversation"]({"instruction": "i", "input": "q", "response": "a"}))
     assert both == {"messages": [{"role": "user", "content": "i\nq"}, A]}
 
 
@@ -122,7 +129,7 @@ def test_names_of_other_programs(record):
 def test_preferences_of_other_programs(record, prompt):
     gpt = [{"from": "gpt", "value": text} for text in "ab"]
     for chosen, rejected in (("a", "b"), (A, B), gpt):
-        read = json.loads(SCHEMAS["preference"]({**record, "chosen": chosen, "rejected": rejected}))
+        read = json.loads(RECORDS["preference"]({**record, "chosen": chosen, "rejected": rejected}))
         assert read == {"prompt": prompt, "chosen": [A], "rejected": [B]}
 
 
@@ -156,7 +163,7 @@ def test_preferences_of_other_programs(record, prompt):
 )
 def test_fields_of_several_meanings_are_refused(schema, record, words):
     with pytest.raises(BadRecord, match=words):
-        SCHEMAS[schema](record)
+        RECORDS[schema](record)
 
 
 def test_columns_decide_between_several_meanings(tmp_path):
@@ -164,5 +171,5 @@ def test_columns_decide_between_several_meanings(tmp_path):
     path.write_text(json.dumps({"question": "q", "context": "c", "answer": "a", "response": "b", "output": "z"}))
     for pairs, user in ((["prompt=question"], "q"), (["instruction=question", "input=context"], "q\nc")):
         ours = "completion" if pairs[0][0] == "p" else "output"
-        (record,) = read_records([str(path)], columns=[*pairs, f"{ours}=answer"])
+        (record,) = read_records([str(path)], Reading(kind=None, columns=[*pairs, f"{ours}=answer"]))
         assert json.loads(record.text) == {"messages": [{"role": "user", "content": user}, A]}

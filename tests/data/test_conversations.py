@@ -12,13 +12,14 @@ import datasets
 import pytest
 from datasets import Dataset, Features, Json, List
 
-from hf_pretrain.data.conversations import SCHEMAS as READERS
+from hf_pretrain.data.conversations import RECORDS as READERS
 from hf_pretrain.data.conversations import read_conversation, read_preference
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.encoding import ConversationEncoder
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.preference_pairs import prepare_pairs
 from hf_pretrain.data.records import read_records
+from hf_pretrain.rows.encoding import ConversationEncoder
+from hf_pretrain.rows.preference_pairs import prepare_pairs
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
@@ -172,9 +173,11 @@ def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
     else:
         name = "org/chats"
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
-    documents, _ = load_documents([name], schema="conversation", validation_fraction=0)
+    documents, _ = load_documents([name], Reading(kind="conversation", validation_fraction=0))
     assert documents["text"][:] == expected
-    assert [(record.text, record.content) for record in read_records([name])] == list(zip(expected, rows, strict=True))
+    assert [(record.text, record.content) for record in read_records([name], Reading(kind=None))] == list(
+        zip(expected, rows, strict=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hf_pretrain.data.corpora import EMBEDDED_CORPORA, load_embedded
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import read_text
 from hf_pretrain.data.reward_tasks import ANSWER_FORMATS, load_tasks
+from hf_pretrain.rows.reading import Reading
 
 
 def test_parts_have_their_documents():
@@ -52,7 +53,7 @@ def load(monkeypatch, tmp_path):
     """Return a function that returns the openings of a part's training set and validation set."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     return lambda part, schema: [
-        {*map(opening, side["text"])} for side in load_documents([f"embedded:{part}"], schema=schema)
+        {*map(opening, side["text"])} for side in load_documents([f"embedded:{part}"], Reading(kind=schema))
     ]
 
 
@@ -70,7 +71,7 @@ def test_tasks_ask_nothing_that_other_stages_train_on():
     trained_on = "".join(
         f"\n{text}" for part in ("chitchat", "chatterbot") for text in load_documents([f"embedded:{part}"])[0]["text"]
     )
-    tasks, validation = load_tasks(["embedded:answer-format"], validation_fraction=0.01)
+    tasks, validation = load_tasks(["embedded:answer-format"], Reading(kind="task", validation_fraction=0.01))
     assert len(validation) >= 5 and len(tasks) + len(validation) == 2000
     suffix = f" {ANSWER_FORMATS['sentence'].instruction}"
     asked = [prompt[0]["content"].removesuffix(suffix) for prompt in validation["prompt"]]

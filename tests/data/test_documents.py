@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, IterableDataset
 
-from hf_pretrain.data import caching, documents, rejected, sources
+from hf_pretrain.data import documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.rows import caching
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from tests.toys import write_jsonl
 
@@ -74,7 +76,7 @@ def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, strea
     arguments = {"streaming": streaming, "validation_fraction": 0.1, "max_rejected_ratio": 0.05}
     for _ in range(2):  # the second time, from the cache
         warnings.clear()
-        train, validation = load_documents([name], rejected_path=rejected, **arguments)
+        train, validation = load_documents([name], Reading(**arguments), rejected_path=rejected)
         assert sorted(texts_of(train, validation)) == sorted(good)
         listed = [json.loads(line) for line in rejected.read_text(encoding="utf-8").splitlines()]
         assert [(entry["source"], entry["line"]) for entry in listed] == [(name, number) for number in BAD_LINES]
@@ -83,7 +85,7 @@ def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, strea
         assert warning.startswith(f"{name}:3: broken JSON") and str(rejected) in warning
         assert streaming or train.info.description == f"{len(BAD_LINES)} bad lines skipped"
     with pytest.raises(ValueError) as error:
-        load_documents([name], rejected_path=rejected, **arguments | {"max_rejected_ratio": 0.02})
+        load_documents([name], Reading(**arguments | {"max_rejected_ratio": 0.02}), rejected_path=rejected)
     message = str(error.value)
     assert "11 of 300 lines (3.67%)" in message and "--max_rejected_ratio 0.02" in message
     assert f"1 x broken JSON: Unterminated string starting at; fix or drop it (first: {name}:3)" in message
@@ -92,7 +94,7 @@ def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, strea
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    train, _ = load_documents([name], streaming=True, validation_fraction=0)
+    train, _ = load_documents([name], Reading(streaming=True, validation_fraction=0))
     assert len(list(train)) == len(TEXTS) and len(list(train)) == len(TEXTS)
     write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "one more"])
     with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
@@ -118,9 +120,9 @@ def test_sources_without_data_are_named(tmp_path, streaming):
         "embedded:chitcat": "^The dataset embedded:chitcat is unknown; the nearest one is embedded:chitchat.",
     }.items():
         with pytest.raises(ValueError, match=words):
-            load_documents([name], streaming=streaming, max_rejected_ratio=1.0)
+            load_documents([name], Reading(streaming=streaming, max_rejected_ratio=1.0))
     with pytest.raises(ValueError, match="plain text, and records are wanted"):
-        load_documents([f"{here}plain.txt"], schema="conversation", streaming=streaming)
+        load_documents([f"{here}plain.txt"], Reading(kind="conversation", streaming=streaming))
 
 
 def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monkeypatch):
@@ -167,8 +169,9 @@ def test_streams_and_processes_read_all_formats_alike(tmp_path, monkeypatch):
     (tmp_path / "z.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
 
     def load(**arguments) -> tuple[list[str], list[str], str]:
-        how = {"validation_fraction": 0.2, "max_rejected_ratio": 1, "rejected_path": tmp_path / "out" / "rejected"}
-        train, validation = load_documents([str(tmp_path / "*.*")], **how, **arguments)
+        reading = Reading(validation_fraction=0.2, max_rejected_ratio=1, **arguments)
+        rejected = tmp_path / "out" / "rejected"
+        train, validation = load_documents([str(tmp_path / "*.*")], reading, rejected_path=rejected)
         assert train.column_names == validation.column_names == ["text"]
         return texts_of(train), texts_of(validation), (tmp_path / "out" / "rejected").read_text()
 
@@ -202,7 +205,7 @@ def test_small_data_have_documents_for_validation(tmp_path, capsys, number, sche
     texts = texts[:number]
     conversations = [{"prompt": text, "completion": "a"} for text in texts]
     name = write_jsonl(tmp_path / "a.jsonl", texts if schema == "text" else conversations)
-    train, validation = load_documents([str(name)], schema=schema, validation_fraction=fraction)
+    train, validation = load_documents([str(name)], Reading(kind=schema, validation_fraction=fraction))
     assert (len(train), len(validation)) == (number - expected, expected)
     if schema == "text":
         assert set(validation["text"]) == {*by_hash(texts)[:expected]}
@@ -210,7 +213,10 @@ def test_small_data_have_documents_for_validation(tmp_path, capsys, number, sche
     assert (said in capsys.readouterr().err) == (expected > 0)
     # A second name with one document keeps it.
     one = write_jsonl(tmp_path / "b.jsonl", [texts[0]] if schema == "text" else conversations[:1])
-    assert len(load_documents([str(name), str(one)], schema=schema, validation_fraction=fraction)[1]) in (0, expected)
+    assert len(load_documents([str(name), str(one)], Reading(kind=schema, validation_fraction=fraction))[1]) in (
+        0,
+        expected,
+    )
 
 
 def share_of(text):
@@ -230,25 +236,25 @@ def test_split_is_fixed_by_the_text_alone(tmp_path):
     one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:500])
     two = write_jsonl(tmp_path / "two.jsonl", texts[::-2])
     three = write_jsonl(tmp_path / "three.jsonl", texts[::2])
-    train, validation = load_documents([one], validation_fraction=0.05)
+    train, validation = load_documents([one], Reading(validation_fraction=0.05))
     validation_texts = set(texts_of(validation))
     assert not validation_texts & set(texts_of(train))
     assert sorted(texts_of(train, validation)) == sorted(texts + texts[:500])
     assert 60 <= len(validation_texts) <= 140
-    for arguments in ({}, {"streaming": True}, {"seed": 7}, {"weights": [1, 2]}):
-        other_train, other_validation = load_documents([two, three], validation_fraction=0.05, **arguments)
+    for arguments in ({}, {"streaming": True}, {"seed": 7}, {"dataset_weights": [1, 2]}):
+        other_train, other_validation = load_documents([two, three], Reading(validation_fraction=0.05, **arguments))
         assert set(texts_of(other_validation)) == validation_texts
         assert set(texts_of(other_train)) == set(texts) - validation_texts
-    wider = set(texts_of(load_documents([one], validation_fraction=0.1)[1]))
+    wider = set(texts_of(load_documents([one], Reading(validation_fraction=0.1))[1]))
     assert validation_texts < wider
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
     name = write_jsonl(tmp_path / "a.jsonl", [f"text number {index}" for index in range(2000)])
-    train, validation = load_documents([name], validation_fraction=0.1, streaming=streaming)
-    quarter, same = load_documents([name], validation_fraction=0.1, train_fraction=0.25, streaming=streaming)
-    half, _ = load_documents([name], validation_fraction=0.1, train_fraction=0.5, streaming=streaming)
+    train, validation = load_documents([name], Reading(validation_fraction=0.1, streaming=streaming))
+    quarter, same = load_documents([name], Reading(validation_fraction=0.1, train_fraction=0.25, streaming=streaming))
+    half, _ = load_documents([name], Reading(validation_fraction=0.1, train_fraction=0.5, streaming=streaming))
     assert texts_of(same) == texts_of(validation)
     assert set(texts_of(quarter)) < set(texts_of(half)) < set(texts_of(train))
     assert 0.21 < len(texts_of(quarter)) / len(texts_of(train)) < 0.29
@@ -258,8 +264,8 @@ def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
 def test_a_stream_never_trains_on_validation_hashes_after_its_scan(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "VALIDATION_SCAN", 100)
     name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    train, validation = load_documents([name], validation_fraction=0.2)
-    streamed, streamed_validation = load_documents([name], validation_fraction=0.2, streaming=True)
+    train, validation = load_documents([name], Reading(validation_fraction=0.2))
+    streamed, streamed_validation = load_documents([name], Reading(validation_fraction=0.2, streaming=True))
     assert isinstance(streamed, IterableDataset)
     assert texts_of(streamed) == texts_of(train)
     assert texts_of(streamed) == texts_of(streamed), "a second epoch"
@@ -270,7 +276,7 @@ def test_a_stream_stops_at_later_bad_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "VALIDATION_SCAN", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "{index}"}}\n' for index in range(2000)) + "{\n" * 2000)
-    train, _ = load_documents([str(path)], streaming=True)
+    train, _ = load_documents([str(path)], Reading(streaming=True))
     train = pickle.loads(pickle.dumps(train))  # as in a worker of a DataLoader
     with pytest.raises(ValueError, match="--max_rejected_ratio 0.01"):
         list(train)
@@ -281,7 +287,7 @@ def test_weights_mix_sources(tmp_path, streaming):
     sizes = {"a": 100, "b": 500}
     names = [write_jsonl(tmp_path / f"{kind}.jsonl", [f"{kind}{i}" for i in range(n)]) for kind, n in sizes.items()]
     arguments = {"streaming": streaming, "validation_fraction": 0}
-    train, _ = load_documents(names, weights=[3, 1], **arguments)
+    train, _ = load_documents(names, Reading(dataset_weights=[3, 1], **arguments))
     texts = texts_of(train)
     counted = Counter(text[0] for text in texts)
     assert 0.70 < counted["a"] / len(texts) < 0.80 and len(set(texts)) == 600, "each source is read in full"
@@ -289,16 +295,16 @@ def test_weights_mix_sources(tmp_path, streaming):
         found = [float(number) for number in re.findall(r"jsonl (\d+\.\d) times", train.info.description)]
         # The draws are random, so the counts scatter around the expectation.
         assert found == pytest.approx([counted[kind] / sizes[kind] for kind in "ab"], rel=0.2)
-    assert texts == texts_of(load_documents(names, weights=[0.75, 0.25], **arguments)[0])
-    assert texts != texts_of(load_documents(names, weights=[3, 1], seed=1, **arguments)[0])
+    assert texts == texts_of(load_documents(names, Reading(dataset_weights=[0.75, 0.25], **arguments))[0])
+    assert texts != texts_of(load_documents(names, Reading(dataset_weights=[3, 1], seed=1, **arguments))[0])
 
 
 @pytest.mark.parametrize(
     "names, arguments, words",
     [
         (["one"], {"validation_fraction": 0.999999}, "leave no document of"),
-        (["a", "b"], {"weights": [1.0]}, r"=\[1.0\] must be 2 numbers above 0"),
-        (["a"], {"weights": [0.0]}, "--dataset_weights 0.0 must be above 0"),
+        (["a", "b"], {"dataset_weights": [1.0]}, r"=\[1.0\] must be 2 numbers above 0"),
+        (["a"], {"dataset_weights": [0.0]}, "--dataset_weights 0.0 must be above 0"),
         (["a"], {"validation_fraction": 1.0}, "--validation_fraction 1.0 must be"),
         (["a"], {"train_fraction": 0.0}, "--train_fraction 0.0 must be"),
         (["a"], {"train_fraction": 1.5}, "--train_fraction 1.5 must be"),
@@ -307,7 +313,7 @@ def test_weights_mix_sources(tmp_path, streaming):
 def test_invalid_arguments_are_refused(names, arguments, words, tmp_path):
     write_jsonl(tmp_path / "one.jsonl", ["one"])
     with pytest.raises(ValueError, match=words):
-        load_documents([str(tmp_path / f"{name}.jsonl") for name in names], **arguments)
+        load_documents([str(tmp_path / f"{name}.jsonl") for name in names], Reading(**arguments))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -317,6 +323,6 @@ def test_hub_datasets(monkeypatch, streaming):
     records = table.to_iterable_dataset() if streaming else table
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: records)
     arguments = {"streaming": streaming, "validation_fraction": 0, "max_rejected_ratio": 0.5}
-    assert texts_of(load_documents(["org/name"], text_column="body", **arguments)[0]) == ["one", "three"]
+    assert texts_of(load_documents(["org/name"], Reading(text_column="body", **arguments))[0]) == ["one", "three"]
     with pytest.raises(ValueError, match="org/name has no column 'text' but id, body; pass --text_column"):
-        load_documents(["org/name"], **arguments)
+        load_documents(["org/name"], Reading(**arguments))

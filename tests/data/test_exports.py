@@ -6,6 +6,7 @@ import pytest
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.records import read_records
+from hf_pretrain.rows.reading import Reading
 
 
 def node(role, *parts, kind="text", parent=None, **fields):
@@ -56,19 +57,21 @@ def test_conversations_of_chatgpt(tmp_path):
     silent = [chain(node("user", "q")), chain(breaks[0], before[1])]
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps([branches, *cut, *silent]), encoding="utf-8")
-    first, *others = read_records([str(path)])
+    first, *others = read_records([str(path)], Reading(kind=None))
     assert contents(first) == [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4")]
     assert [contents(record) for record in others] == [[("user", "q"), ("assistant", "a")]] * len(breaks)
     circle = chain(*before)
     circle["mapping"]["0"]["parent"] = "1"
     path.write_text(json.dumps([circle]), encoding="utf-8")
-    assert [len(contents(record)) for record in read_records([str(path)])] == [len(circle["mapping"])]
+    assert [len(contents(record)) for record in read_records([str(path)], Reading(kind=None))] == [
+        len(circle["mapping"])
+    ]
     damaged = {**circle, "mapping": {"1": 7}}
     path.write_text(json.dumps([branches, damaged]), encoding="utf-8")
-    assert [contents(record) for record in read_records([str(path)])] == [contents(first)]
+    assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == [contents(first)]
     path.write_text(json.dumps([damaged, damaged]), encoding="utf-8")
     with pytest.raises(ValueError, match="2 x no conversation: its fields are title, mapping, current_node"):
-        load_documents([str(path)], schema="conversation", max_rejected_ratio=1.0)
+        load_documents([str(path)], Reading(kind="conversation", max_rejected_ratio=1.0))
 
 
 def test_citations_of_chatgpt_are_the_links_that_it_shows(tmp_path):
@@ -83,7 +86,7 @@ def test_citations_of_chatgpt_are_the_links_that_it_shows(tmp_path):
     question = node("user", "Where?")
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps([chain(question, node("assistant", answer, metadata={"content_references": links}))]))
-    (record,) = read_records([str(path)])
+    (record,) = read_records([str(path)], Reading(kind=None))
     text = "It is Oslo ([a.org](https://a.org/b)). Not. Old marks. 【n】"
     assert contents(record) == [("user", "Where?"), ("assistant", text)]
 
@@ -127,7 +130,7 @@ CONVERSATIONS = [
 def test_chats_of_telegram(tmp_path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(CHAT, indent=1, ensure_ascii=False), encoding="utf-8")
-    assert [contents(record) for record in read_records([str(path)])] == CONVERSATIONS
+    assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == CONVERSATIONS
     group = chat((0, 5, "a"), (1, 9, "b"), kind="private_group")
     second = chat((0, 9, "you?"), (1, 6, "me"), number=6)
     whole = {
@@ -137,8 +140,8 @@ def test_chats_of_telegram(tmp_path):
     }
     path.write_text(json.dumps(whole, indent=1), encoding="utf-8")
     expected = [*CONVERSATIONS, [("assistant", "you?"), ("user", "me")]]
-    assert [contents(record) for record in read_records([str(path)])] == expected
-    assert len(load_documents([str(path)], schema="conversation", validation_fraction=0)[0]) == 3
+    assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == expected
+    assert len(load_documents([str(path)], Reading(kind="conversation", validation_fraction=0))[0]) == 3
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_an_odd_message_of_telegram_is_left_out(tmp_path, odd, caplog):
     path = tmp_path / "result.json"
     odder = {**CHAT, "messages": [*CHAT["messages"][:5], odd, *CHAT["messages"][5:]]}
     path.write_text(json.dumps({"chats": {"list": [7, {"type": "saved_messages"}, odder]}}, indent=1))
-    assert [contents(record) for record in read_records([str(path)])] == CONVERSATIONS
+    assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == CONVERSATIONS
     assert "1 messages of a chat of Telegram have another form, and are left out" in caplog.text
 
 
@@ -175,4 +178,4 @@ def test_exports_that_cannot_be_read(tmp_path, export):
     with pytest.raises(
         ValueError, match="JSON over several lines. .*only personal chats in which both write are read"
     ):
-        list(read_records([str(path)]))
+        list(read_records([str(path)], Reading(kind=None)))

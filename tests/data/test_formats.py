@@ -12,6 +12,7 @@ import pytest
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import BadRecord, parse_json, read_file
+from hf_pretrain.rows.reading import Reading
 
 
 LINES = b"".join(json.dumps({"text": f"document {number} {number**7}"}).encode() + b"\n" for number in range(2000))
@@ -20,7 +21,7 @@ LINES = b"".join(json.dumps({"text": f"document {number} {number**7}"}).encode()
 def read(path, **how):
     """Return the records of a file, with the reason in place of a `BadRecord`."""
     records = []
-    for number, content in read_file(path, text_column="text", **how):
+    for number, content in read_file(path, Reading(**how)):
         try:
             records.append((number, parse_json(content)))
         except BadRecord as error:
@@ -98,12 +99,12 @@ def test_pairs_in_a_text_file(tmp_path, text, capsys):
         with pytest.raises(
             ValueError, match="a.txt holds plain text, and records are wanted.*`Q:` before each question"
         ):
-            list(read_file(path, text_column=None))
+            list(read_file(path, Reading(kind="conversation")))
         return
-    records = [parse_json(content) for _, content in read_file(path, text_column=None)]
+    records = [parse_json(content) for _, content in read_file(path, Reading(kind="conversation"))]
     assert [(record["prompt"], record["completion"]) for record in records] == PAIRS[text]
     assert f"a.txt as {len(records)} pairs of question and answer" in capsys.readouterr().err
-    assert len(load_documents([str(path)], schema="conversation", validation_fraction=0)[0]) == len(records)
+    assert len(load_documents([str(path)], Reading(kind="conversation", validation_fraction=0))[0]) == len(records)
     # A run on text reads the same file as paragraphs.
     assert read(path)[0][1]["text"] in text
 
@@ -151,7 +152,7 @@ def test_every_encoding_is_read_or_named(tmp_path, name, encoding):
         return
     wanted = {"gb18030": "not UTF-8; pass the right --encoding: gb18030 reads ", "utf-16-le": "--encoding utf-16-le"}
     with pytest.raises(ValueError, match=wanted[encoding]):
-        load_documents([str(path)], streaming=True)
+        load_documents([str(path)], Reading(streaming=True))
 
 
 @pytest.mark.parametrize("name", ["gb18031", "hex"])

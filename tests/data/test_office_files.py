@@ -15,6 +15,7 @@ from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import parse_json, read_file
 from hf_pretrain.data.records import read_records
 from hf_pretrain.data.sources import find_sources
+from hf_pretrain.rows.reading import Reading
 
 
 TEXT = "第一段 of a report. 你好"
@@ -87,14 +88,14 @@ BODIES = {
 def test_what_a_word_file_shows_is_its_text(tmp_path, body):
     pytest.importorskip("mammoth")
     write_word(tmp_path / "a.docx", body, footnote="foot", endnote="end")
-    (record,) = read_records([str(tmp_path / "a.docx")])
+    (record,) = read_records([str(tmp_path / "a.docx")], Reading(kind=None))
     assert record.text.strip() == BODIES[body]
 
 
 def test_a_word_file_without_its_formulas_says_so(tmp_path, caplog):
     pytest.importorskip("mammoth")
     write_word(tmp_path / "a.docx", f"<w:p>{text('x = ')}{MATH}</w:p>")
-    (record,) = read_records([str(tmp_path / "a.docx")])
+    (record,) = read_records([str(tmp_path / "a.docx")], Reading(kind=None))
     assert record.text.strip() == "x =" and "a.docx: formulas are left out" in caplog.text
 
 
@@ -123,14 +124,14 @@ def test_documents_of_word_and_pdf(tmp_path):
     write_docx(tmp_path / "a.docx", TEXT, "The second.")
     write_pdf(tmp_path / "b.PDF", "A page of text.")
     (tmp_path / "c.docx.gz").write_bytes(gzip.compress((tmp_path / "a.docx").read_bytes()))
-    records = list(read_records([str(tmp_path)]))
+    records = list(read_records([str(tmp_path)], Reading(kind=None)))
     assert [record.source.rsplit("/")[-1] for record in records] == ["a.docx", "b.PDF", "c.docx.gz"]
     assert [record.text.split() for record in records][1] == "A page of text.".split()
     assert "\f" not in records[1].text
     assert records[0].text.split() == records[2].text.split() == [*TEXT.split(), "The", "second.", "cell"]
-    assert len(load_documents([str(tmp_path)], validation_fraction=0)[0]) == 3
+    assert len(load_documents([str(tmp_path)], Reading(validation_fraction=0))[0]) == 3
     with pytest.raises(ValueError, match="plain text, and records are wanted"):
-        load_documents([str(tmp_path / "a.docx")], schema="conversation")
+        load_documents([str(tmp_path / "a.docx")], Reading(kind="conversation"))
     # Beside records, they describe them.
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
     assert find_sources(str(tmp_path)) == [str(tmp_path / "d.jsonl")]
@@ -151,7 +152,7 @@ def test_documents_without_text_and_damaged_ones(tmp_path):
         ("codes.docx", "codes.docx holds no text, like a scan"),
     ):
         with pytest.raises(ValueError, match=words):
-            list(read_file(tmp_path / name, text_column="text"))
+            list(read_file(tmp_path / name, Reading()))
 
 
 def test_a_sheet_is_a_table(tmp_path):
@@ -159,7 +160,7 @@ def test_a_sheet_is_a_table(tmp_path):
     rows = [["question", "answer", "day"], ["2+2?", 4, day], [None] * 3, ["half?", 0.5], ["NA", True, None]]
     path = tmp_path / "a.xlsx"
     write_xlsx(path, rows, empty=[], more=[["question", "answer"], ["=1+1", "of a formula"], ["more?", "1"]])
-    found = [(number, parse_json(content)) for number, content in read_file(path, text_column=None)]
+    found = [(number, parse_json(content)) for number, content in read_file(path, Reading(kind="conversation"))]
     assert found == [
         (2, {"question": "2+2?", "answer": "4", "day": "2024-01-02"}),
         (4, {"question": "half?", "answer": "0.5", "day": ""}),
@@ -169,12 +170,12 @@ def test_a_sheet_is_a_table(tmp_path):
         (3, {"question": "more?", "answer": "1"}),
     ]
     how = {"validation_fraction": 0, "max_rejected_ratio": 0.5}
-    assert len(load_documents([str(path)], schema="conversation", **how)[0]) == 5
-    documents, _ = load_documents([str(path)], columns=["text=question"], **how)
+    assert len(load_documents([str(path)], Reading(kind="conversation", **how))[0]) == 5
+    documents, _ = load_documents([str(path)], Reading(columns=["text=question"], **how))
     assert documents["text"][:] == ["2+2?", "half?", "NA", "more?"]
     write_xlsx(path, [["question", "answer"], ["a", "b", "stray", "stray"]])
     with pytest.raises(ValueError, match="a.xlsx: the first row does not name each column once"):
-        list(read_file(path, text_column=None))
+        list(read_file(path, Reading(kind="conversation")))
 
 
 def test_cells_are_what_excel_shows(tmp_path):
@@ -190,7 +191,7 @@ def test_cells_are_what_excel_shows(tmp_path):
     ]
     path = tmp_path / "a.xlsx"
     write_xlsx(path, [*rows, [datetime.datetime(2024, 1, 2, 3, 4)]])
-    found = [parse_json(content)["text"] for _, content in read_file(path, text_column=None)]
+    found = [parse_json(content)["text"] for _, content in read_file(path, Reading(kind="conversation"))]
     assert found == ["0", "two\nlines\t", "_x000D_", "0.3", str(10**20), "_x00e9_", "2024-01-02 03:04:00"]
 
 
@@ -202,7 +203,7 @@ def test_a_stray_cell_costs_no_memory(tmp_path):
     book.save(path)
     tracemalloc.start()
     with pytest.raises(ValueError, match="the first row does not name each column once"):
-        list(read_file(path, text_column=None))
+        list(read_file(path, Reading(kind="conversation")))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # A table of all its cells would have 5,000,000.
@@ -215,11 +216,11 @@ def test_a_stray_cell_beside_many_rows_is_named(tmp_path, monkeypatch):
     for row in range(200):
         book.active.append([f"text {row}", "more"])
     book.save(path)
-    assert len(list(read_file(path, text_column="text 0"))) == 199
+    assert len(list(read_file(path, Reading(text_column="text 0")))) == 199
     book.active.cell(1, 100, "stray")
     book.save(path)
     with pytest.raises(ValueError, match="a value in column 100 of a sheet"):
-        list(read_file(path, text_column="text 0"))
+        list(read_file(path, Reading(text_column="text 0")))
 
 
 @pytest.mark.parametrize("ending", ["pdf", "docx"])
@@ -234,9 +235,9 @@ def test_a_file_that_inflates_is_refused(tmp_path, monkeypatch, ending):
         else:
             write_word(path, f"<w:p>{text('text')}{' ' * size}</w:p>")
         if size == 90_000:
-            assert [record.text.strip() for record in read_records([str(path)])] == ["text"]
+            assert [record.text.strip() for record in read_records([str(path)], Reading(kind=None))] == ["text"]
     with pytest.raises(ValueError, match=rf"a.{ending} holds a part of over 100,000 bytes, decompressed"):
-        list(read_file(path, text_column="text"))
+        list(read_file(path, Reading()))
 
 
 def test_a_sheet_with_a_wrong_size(tmp_path):
@@ -248,7 +249,7 @@ def test_a_sheet_with_a_wrong_size(tmp_path):
             target.writestr(item, source.read(item).replace(b'<dimension ref="A1:A3"', b'<dimension ref="A1"'))
     assert b'ref="A1"' in zipfile.ZipFile(new).read("xl/worksheets/sheet1.xml")
     path.write_bytes(new.getvalue())
-    assert [record.text for record in read_records([str(path)])] == ["a", "b"]
+    assert [record.text for record in read_records([str(path)], Reading(kind=None))] == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.pdf", "a.xlsx"])

@@ -16,6 +16,7 @@ import pytest
 from hf_pretrain.data import remote_files
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.sources import find_sources
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.names import public_name
@@ -55,7 +56,7 @@ def web(folder):
 
 
 def texts(*names: str) -> list[str]:
-    documents, _ = load_documents([*names], validation_fraction=0)
+    documents, _ = load_documents([*names], Reading(validation_fraction=0))
     return documents["text"][:]
 
 

@@ -8,6 +8,7 @@ from transformers.utils import get_json_schema
 from examples.agent_tools import TOOLS as FUNCTIONS
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reward_tasks import load_tasks, read_task
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
@@ -18,10 +19,10 @@ TOOLS = [get_json_schema(function) for function in FUNCTIONS]
 
 def test_embedded_tasks_are_the_same_for_the_same_seed():
     names = ["embedded:arithmetic"]
-    train, held_out = load_tasks(names, validation_fraction=0.1, seed=1)
-    again, _ = load_tasks(names, validation_fraction=0.1, seed=1)
+    train, held_out = load_tasks(names, Reading(kind="task", validation_fraction=0.1, seed=1))
+    again, _ = load_tasks(names, Reading(kind="task", validation_fraction=0.1, seed=1))
     assert train[:] == again[:]
-    first, other = (load_tasks(["embedded:arithmetic"], seed=seed)[0][:] for seed in (1, 2))
+    first, other = (load_tasks(["embedded:arithmetic"], Reading(kind="task", seed=seed))[0][:] for seed in (1, 2))
     assert first != other
     prompts = {json.dumps(prompt) for prompt in train["prompt"]}
     assert len(held_out) and not prompts & {json.dumps(prompt) for prompt in held_out["prompt"]}
@@ -54,7 +55,7 @@ def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
             {"role": "tool", "content": "done"},
         ]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": turns}) + "\n")
-    train, _ = load_tasks([str(tmp_path / "tasks.jsonl")], validation_fraction=0.0)
+    train, _ = load_tasks([str(tmp_path / "tasks.jsonl")], Reading(kind="task", validation_fraction=0.0))
     tokenizer = train_tokenizer(["text"], vocab_size=300)
     ours, theirs = (tokenizer.apply_chat_template(m, tokenize=False) for m in (train[0]["prompt"], turns))
     assert ours == theirs and '"arguments": {"city": "Rome"}' in ours
@@ -82,9 +83,9 @@ def test_bad_lines_count_over_all_names(tmp_path):
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "1+1?"}, {}])
     good = write_jsonl(tmp_path / "good.jsonl", [{"prompt": f"{number}?"} for number in range(8)])
     for names in ([good, bad], [bad, good]):
-        assert len(load_tasks(names, validation_fraction=0.0, max_rejected_ratio=0.1)[0]) == 9
+        assert len(load_tasks(names, Reading(kind="task", validation_fraction=0.0, max_rejected_ratio=0.1))[0]) == 9
         with pytest.raises(ValueError, match="1 of 10 lines"):
-            load_tasks(names, validation_fraction=0.0, max_rejected_ratio=0.09)
+            load_tasks(names, Reading(kind="task", validation_fraction=0.0, max_rejected_ratio=0.09))
 
 
 @pytest.mark.parametrize("column", [[10**30, 1], [1, "2"]])
@@ -92,4 +93,4 @@ def test_a_column_that_arrow_cannot_hold_is_named_as_such(tmp_path, column):
     rows = [{"prompt": f"{value}?", "solution": value} for value in column]
     write_jsonl(tmp_path / "tasks.jsonl", rows)
     with pytest.raises(UserError, match="values of several types, or integers above 64 bits"):
-        load_tasks([str(tmp_path / "tasks.jsonl")], validation_fraction=0.0)
+        load_tasks([str(tmp_path / "tasks.jsonl")], Reading(kind="task", validation_fraction=0.0))

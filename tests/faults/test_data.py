@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_pretrain.data.formats import BadRecord, parse_json, read_file, read_text
+from hf_pretrain.rows.reading import Reading
 from tests.faults.driving import command, run, run_poisoned, start, wait_for
 from tests.toys import write_jsonl
 
@@ -66,7 +67,7 @@ def test_any_lines(content):
         path = Path(directory, "a.jsonl")
         path.write_bytes(b"\n".join(content))
         good, bad = [], []
-        for number, found in read_file(path, text_column="text"):
+        for number, found in read_file(path, Reading()):
             try:
                 good.append((number, read_text(parse_json(found), text_column="text")))
             except BadRecord as error:
@@ -109,11 +110,13 @@ def test_ranks_with_different_data_do_not_train(workspace, tmp_path):
 
 PREPARE = """
 import hashlib, sys
-from hf_pretrain.data import caching, documents, packing
+from hf_pretrain.data import documents
+from hf_pretrain.rows import caching, packing
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 caching.GROUP_SIZE = packing.GROUP_SIZE = 1_000
-found, _ = documents.load_documents([sys.argv[1]], num_proc=2)
+found, _ = documents.load_documents([sys.argv[1]], Reading(num_proc=2))
 rows, _ = packing.prepare_rows(found, load_tokenizer(sys.argv[2]), max_length=64, num_proc=2)
 print("ROWS", hashlib.sha256(str(rows.with_format("arrow")[:].to_pydict()).encode()).hexdigest())
 """

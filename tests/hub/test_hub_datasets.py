@@ -70,10 +70,10 @@ def data(hub, tmp_path):
 TRAINING = """
 import sys
 from hf_pretrain.data.documents import load_documents
-name, schema = sys.argv[1:]
-documents, _ = load_documents(
-    [name], schema=schema, validation_fraction=0, max_rejected_ratio=1, rejected_path="rejected.jsonl"
-)
+from hf_pretrain.rows.reading import Reading
+name, kind = sys.argv[1:]
+reading = Reading(kind, validation_fraction=0, max_rejected_ratio=1)
+documents, _ = load_documents([name], reading, rejected_path="rejected.jsonl")
 documents.to_json("training.jsonl", force_ascii=False)
 """
 
@@ -117,11 +117,12 @@ configs:
 """
 SPLITS = """
 import json, sys
-from hf_pretrain.data.chat_arguments import ChatArguments
+from hf_pretrain.data.documents import load_sets
+from hf_pretrain.rows.chat_arguments import ChatArguments
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 args = LMTrainingArguments(output_dir=".", use_cpu=True)
 data = ChatArguments(dataset_name=[sys.argv[1]], eval_dataset_name=sys.argv[2:])
-train, validation = data.load_sets(args)
+train, validation = load_sets(data.dataset_name, data.eval_dataset_name, data.reading(args.seed))
 print(json.dumps([list(train["text"]), {name: list(part["text"]) for name, part in validation.items()}]))
 """
 

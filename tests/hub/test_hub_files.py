@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from hf_pretrain.data import remote_files
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.hub_datasets import parse_hub_file
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.names import DatasetName
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
@@ -35,7 +36,7 @@ def lines(*records: dict) -> bytes:
 
 
 def texts(name: str, **arguments) -> list[str]:
-    documents, _ = load_documents([name], validation_fraction=0, max_rejected_ratio=0.5, **arguments)
+    documents, _ = load_documents([name], Reading(validation_fraction=0, max_rejected_ratio=0.5, **arguments))
     return documents["text"][:]
 
 
@@ -58,7 +59,7 @@ def test_names_of_files(name, expected):
 def test_one_file_of_a_repository_is_read_line_by_line(repo):
     # The bad third line is rejected, as in a local file.
     assert texts("user/data:pretrain_hq.jsonl") == ["one", "two"]
-    (conversation,) = texts("user/data:sft/mini.jsonl", schema="conversation")
+    (conversation,) = texts("user/data:sft/mini.jsonl", kind="conversation")
     assert json.loads(conversation)["messages"][1]["content"] == "hello"
 
 

@@ -14,9 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.hub.pushing import create_repository
 from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.rows.chat_arguments import ChatArguments
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.training import train_tokenizer

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, Run, run_probe
 from tests.toys import EXPERTS, toy_model, write_jsonl
@@ -47,7 +48,7 @@ def workspace(tmp_path_factory):
         toy_model(**sizes, **experts).save_pretrained(path / name)
         tokenizer.save_pretrained(path / name)
     write_jsonl(path / "train.jsonl", texts)
-    train_documents, _ = load_documents([str(path / "train.jsonl")], validation_fraction=0.2)
+    train_documents, _ = load_documents([str(path / "train.jsonl")], Reading(validation_fraction=0.2))
     assert len(train_documents) == 9
     return path
 

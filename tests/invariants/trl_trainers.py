@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from hf_pretrain.data.conversations import read_preference
-from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from hf_pretrain import __file__ as package
-from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.run_directory import directory as module
 from hf_pretrain.run_directory.directory import RunDirectory, now
 from hf_pretrain.runtime import writing

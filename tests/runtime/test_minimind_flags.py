@@ -5,8 +5,8 @@ import runpy
 
 import pytest
 
-from hf_pretrain.data.data_arguments import DataArguments
 from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.runtime.names import _ELSEWHERE, hint
 from hf_pretrain.runtime.parser import recipe_parser

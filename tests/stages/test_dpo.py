@@ -10,7 +10,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
-from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.answers import set_template

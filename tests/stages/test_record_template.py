@@ -8,8 +8,8 @@ import pytest
 from transformers.utils import get_json_schema
 
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
-from hf_pretrain.data.encoding import EMPTY_THOUGHT
 from hf_pretrain.inference.tools import calculator
+from hf_pretrain.rows.encoding import EMPTY_THOUGHT
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from tests.rollouts import call, make_model, toy_trainer
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_pretrain.data.conversations import read_preference
-from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 from hf_pretrain.tokenizer.answers import set_template

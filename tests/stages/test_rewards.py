@@ -11,6 +11,7 @@ from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reward_tasks import EMBEDDED_TASKS, load_tasks
 from hf_pretrain.inference.tools import calculator
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reinforcement import GRPOTrainingArguments, TaskArguments
 from hf_pretrain.stages.rewards import (
@@ -111,7 +112,7 @@ def test_a_missing_reward_is_named(names, words):
 def test_the_solution_of_every_embedded_task_gets_the_full_reward(name):
     rewards = {"answer-format": "format", "arithmetic": "arithmetic"}
     (reward,) = load_reward_functions([rewards[name]])
-    tasks, _ = load_tasks([f"embedded:{name}"], validation_fraction=0.0)
+    tasks, _ = load_tasks([f"embedded:{name}"], Reading(kind="task", validation_fraction=0.0))
     answers = [solution[0] if solution else "It is so." for solution in tasks["solution"]]
     columns = {column: tasks[column] for column in tasks.column_names if column != "prompt"}
     assert set(reward(says(*answers), **columns)) == {1.0}
@@ -151,8 +152,8 @@ def test_unusable_tasks_are_rejected(tokenizer, tmp_path):
     bad = [(reason, record) for reason, records in UNUSABLE.items() for record in records]
     names = [write_jsonl(tmp_path / "tasks.jsonl", [good, *(record for _, record in bad), {**good, "level": 3}])]
     check = task_check(tokenizer, rewards=list(REWARDS.values()), max_prompt_length=100)
-    how = {"validation_fraction": 0.0, "max_rejected_ratio": 1.0, "rejected_path": tmp_path / "rejected.jsonl"}
-    train, _ = load_tasks(names, check=check, **how)
+    how = {"validation_fraction": 0.0, "max_rejected_ratio": 1.0}
+    train, _ = load_tasks(names, Reading(kind="task", **how), check=check, rejected_path=tmp_path / "rejected.jsonl")
     assert train["level"] == [1.5, 3.0]
     entries = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert [entry["line"] for entry in entries] == list(range(2, len(bad) + 2))

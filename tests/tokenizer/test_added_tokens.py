@@ -12,8 +12,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.data.encoding import encode_conversation
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.rows.encoding import encode_conversation
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_documents, encode_rendered

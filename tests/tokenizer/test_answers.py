@@ -11,7 +11,7 @@ import trl
 from jinja2 import TemplateError
 
 from hf_pretrain.data.conversations import read_conversation
-from hf_pretrain.data.encoding import ConversationEncoder, encode_conversation
+from hf_pretrain.rows.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.chat_template import add_marks

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from hf_pretrain.data.encoding import encode_conversation
+from hf_pretrain.rows.encoding import encode_conversation
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import SPECIAL_TOKENS, encode_documents, encode_prompt, thinking_variables
 from hf_pretrain.tokenizer.pretrained import add_words, load_tokenizer, save_tokenizer

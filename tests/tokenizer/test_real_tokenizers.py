@@ -10,8 +10,8 @@ from transformers import LlamaTokenizer
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
 from hf_pretrain.data.conversations import read_conversation
-from hf_pretrain.data.encoding import ConversationEncoder
-from hf_pretrain.data.packing import prepare_rows
+from hf_pretrain.rows.encoding import ConversationEncoder
+from hf_pretrain.rows.packing import prepare_rows
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_prompt, set_stop_tokens

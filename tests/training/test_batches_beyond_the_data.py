@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.rows.reading import Reading
 from tests.invariants.launching import launcher_command, start
 from tests.toys import write_jsonl
 from tests.trainers import make_trainer
@@ -82,7 +83,7 @@ SIZES = {"small": 100, "large": 1500}
 def read_passes(directory, num_passes: int = 2, **arguments) -> list[list[int]]:
     """Return the numbers of the documents that this rank reads in some passes over a shuffled stream, by batch."""
     documents, _ = load_documents(
-        [str(directory / f"{name}.jsonl") for name in SIZES], streaming=True, validation_fraction=0
+        [str(directory / f"{name}.jsonl") for name in SIZES], Reading(streaming=True, validation_fraction=0)
     )
     rows = documents.map(
         lambda row: {"input_ids": [1, *divmod(int(row["text"]), 60)], "seq_lengths": [3]}, remove_columns="text"

@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.data.sources import name_eval_sets
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import budgets
 from hf_pretrain.training.callbacks import LogLinesCallback

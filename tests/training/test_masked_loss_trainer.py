@@ -18,7 +18,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from hf_pretrain import MaskedLossTrainer, MiniMindForSequenceClassification
-from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import launch
 from hf_pretrain.training.callbacks import ProfilerCallback

@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.data.collators import DataCollatorForPackedRows
 from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.training.measurements import flops_per_token

@@ -21,7 +21,6 @@ from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..tokenizer.control_tokens import encode_documents
 from .caching import GROUP_SIZE, cache_key, count_processes, encoding_key
-from .encoding import ConversationEncoder
 
 
 PACKING_STRATEGIES = ("bfd", "wrapped", "none")
@@ -92,7 +91,7 @@ def prepare_rows(
     max_length: int,
     packing_strategy: str = "bfd",
     num_proc: int | None = None,
-    encoder: ConversationEncoder | None = None,
+    encoder: Callable | None = None,
 ) -> tuple[Dataset | IterableDataset, PackingReport | None]:
     """
     Tokenize documents and pack them into rows. Both steps are cached by content.
@@ -107,7 +106,7 @@ def prepare_rows(
             `max_length`. Documents are packed in groups of 10,000.
         num_proc (`int`, *optional*): number of processes that tokenize; by default one per core, up to 8. It does not
             change the rows.
-        encoder ([`~data.encoding.ConversationEncoder`], *optional*): for documents that are conversations.
+        encoder ([`~rows.encoding.ConversationEncoder`], *optional*): for documents that are conversations.
             Conversations are never split. They are truncated at `max_length`, and dropped if no trained token is left.
 
     Returns:

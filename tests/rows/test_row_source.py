@@ -1,7 +1,7 @@
 import pytest
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from hf_pretrain.data.row_source import PADDING_ROW_COLUMN, EvaluationBatches, PaddedDataset, pad_rows
+from hf_pretrain.rows.row_source import PADDING_ROW_COLUMN, EvaluationBatches, PaddedDataset, pad_rows
 
 
 def order(sampler_class: type, num_rows: int = 40, *, seed: int = 0, epoch: int = 0, **how) -> list[int]:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from hf_pretrain.data.chat_arguments import ChatArguments
 from hf_pretrain.data.conversations import read_conversation
-from hf_pretrain.data.draws import SYSTEM_MESSAGES
-from hf_pretrain.data.encoding import EMPTY_THOUGHT
 from hf_pretrain.data.reward_tasks import load_tasks
+from hf_pretrain.rows.chat_arguments import ChatArguments
+from hf_pretrain.rows.draws import SYSTEM_MESSAGES
+from hf_pretrain.rows.encoding import EMPTY_THOUGHT
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -98,7 +99,10 @@ def test_ratios_that_mean_nothing_are_refused():
 def test_tasks_get_system_messages_but_keep_their_split(tmp_path):
     records = [{"prompt": f"What is {number}?", "task": None} for number in range(NUM)]
     names = [write_jsonl(tmp_path / "tasks.jsonl", records), "embedded:arithmetic"]
-    plain, drawn = (load_tasks(names, validation_fraction=0.1, add_system_ratio=ratio) for ratio in (0.0, 0.2))
+    plain, drawn = (
+        load_tasks(names, Reading(kind="task", validation_fraction=0.1), add_system_ratio=ratio)
+        for ratio in (0.0, 0.2)
+    )
     for before, after in zip(plain, drawn, strict=True):
         assert [row["prompt"][-1] for row in before] == [row["prompt"][-1] for row in after]
     is_new = [prompt[0]["role"] == "system" for prompt in drawn[0]["prompt"]]

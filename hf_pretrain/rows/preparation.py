@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -11,12 +12,11 @@ from transformers.utils import logging
 
 from ..runtime.command_line import print_result
 from ..runtime.errors import UserError
+from ..runtime.named import load_named
 from ..tokenizer.answers import set_template
-from .audit import find_worst
 from .collators import DataCollatorForPackedRows
 from .data_arguments import DataArguments, SourceArguments
 from .packing import PackingReport
-from .preference_pairs import prepare_pairs
 
 
 logger = logging.get_logger(__name__)
@@ -39,7 +39,7 @@ class PreparedData:
         eval_names (`list[str]`): names of the datasets of `--eval_dataset_name`.
         conversations ([`~datasets.Dataset`], *optional*): conversations or preferences of the first validation set, in
             the internal form; `None` for text and tasks.
-        collator ([`~data.collators.DataCollatorForPackedRows`], *optional*): collates packed sequences; `None` for
+        collator ([`~rows.collators.DataCollatorForPackedRows`], *optional*): collates packed sequences; `None` for
             other rows.
         num_tokens (`int`, *optional*): tokens of the training rows; `None` for streams and other rows.
     """
@@ -73,9 +73,8 @@ class PreparedData:
 def end_preview(args: TrainingArguments, rows: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     """Print as many rows as `--preview` says, and end the process; 0 does nothing."""
     if args.preview:
-        from .inspection import format_preview
-
         if args.process_index == 0:
+            format_preview = load_named("hf_pretrain.data.inspection:format_preview")
             print_result(format_preview(rows, tokenizer, num_rows=args.preview))
         raise SystemExit
 
@@ -87,34 +86,31 @@ def load_rows(
     *,
     is_evaluation: bool = False,
     keep_rejected: bool = True,
-    prepare: Callable[..., tuple[Dataset, str]] = prepare_pairs,
+    prepare: Callable[..., tuple[Dataset, str]] | None = None,
 ) -> PreparedData:
     """
     Return documents as packed sequences, or preferences as pairs. The main process prepares them, and the other ranks
     read its cache.
 
     Args:
-        data_args ([`~data.data_arguments.SourceArguments`]): the preferences; or with
-            [`~data.data_arguments.DataArguments`], documents to pack.
+        data_args ([`~rows.data_arguments.SourceArguments`]): the preferences; or with
+            [`~rows.data_arguments.DataArguments`], documents to pack.
         training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed, the directory
             of `rejected.jsonl` and, for preferences, `max_length`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.
         is_evaluation (`bool`, defaults to `False`): prepare only the validation set.
         keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
-        prepare (`Callable`, defaults to [`~data.preference_pairs.prepare_pairs`]): makes rows of preferences.
+        prepare (`Callable`, *optional*): makes rows of preferences, such as [`~rows.preference_pairs.prepare_pairs`].
 
     Raises:
         `UserError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
-            [`~data.packing.prepare_rows`] or `prepare`, and [`~tokenizer.answers.set_template`].
+            [`~rows.packing.prepare_rows`] or `prepare`, and [`~tokenizer.answers.set_template`].
     """
-    is_text = data_args.kind_name == "text"
+    is_text = data_args.kind == "text"
     # All ranks set the template before the block, because the key of the cached rows depends on it.
     note = None if is_text else set_template(tokenizer, data_args.chat_template, training_args.date)
     with training_args.main_process_first(desc="preparing the data"):
-        # These have no directory that stays.
-        keep_rejected = keep_rejected and not (training_args.dry_run or training_args.preview)
-        how = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation}
-        documents, eval_documents = data_args.load_sets(training_args, **how)
+        documents, eval_documents = _load_sets(data_args, training_args, keep_rejected, is_evaluation)
         # Check the type: `callable` is no test, because a tokenizer can be called, too.
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             tokenizer = tokenizer(documents)
@@ -145,8 +141,17 @@ def load_rows(
     )
 
 
+def _load_sets(data_args: SourceArguments, args: Any, keep_rejected: bool, is_evaluation: bool) -> tuple[Any, Any]:
+    """Return the documents for training, and the documents for validation by the names of the sets."""
+    # Every rank reads the data, but only one may list the bad lines. A dry run and a preview have no directory.
+    is_listed = keep_rejected and not (args.process_index or args.dry_run or args.preview)
+    where = {"directory": Path(args.output_dir) if is_listed else None, "is_evaluation": is_evaluation}
+    names, reading = (data_args.dataset_name, data_args.eval_dataset_name), data_args.reading(args.seed)
+    return load_named("hf_pretrain.data.documents:load_sets")(*names, reading, **where)
+
+
 def _make_rows(
-    data_args: SourceArguments, training_args: Any, tokenizer: Any, prepare: Callable, documents: Any, **draws: int
+    data_args: SourceArguments, training_args: Any, tokenizer: Any, prepare: Any, documents: Any, **draws: int
 ) -> tuple[Any, Any]:
     """Return packed sequences with their report, or pairs with theirs."""
     if isinstance(data_args, DataArguments):
@@ -156,8 +161,10 @@ def _make_rows(
 
 def _find_worst(data_args: SourceArguments, documents: Any, tokenizer: Any) -> list[str]:
     if isinstance(data_args, DataArguments) and isinstance(documents, Dataset):
-        if data_args.kind_name == "conversations":
-            variables = dict(data_args.encoder().chat_template_kwargs)
+        if data_args.kind == "conversation":
+            find_worst = load_named("hf_pretrain.data.audit:find_worst")
+            encoder: Any = data_args.encoder()
+            variables = dict(encoder.chat_template_kwargs)
             return find_worst(documents, tokenizer, max_length=data_args.max_length, variables=variables)
     return []
 

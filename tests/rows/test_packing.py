@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, IterableDataset, Value
 
-from hf_pretrain.data import caching, packing
-from hf_pretrain.data.packing import PACKING_STRATEGIES, prepare_rows
+from hf_pretrain.rows import caching, packing
+from hf_pretrain.rows.packing import PACKING_STRATEGIES, prepare_rows
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.training import train_tokenizer
 

@@ -26,7 +26,8 @@ def digest(*values: object) -> str:
 # Digest of the code that prepares data and of the versions of its libraries. A changed comment also changes it: to
 # prepare data again costs minutes, to miss a change of the code gives wrong rows. It is computed at import, so that an
 # edit of these files during a run does not change its cache keys.
-_FILES = [path for name in ("data", "tokenizer") for path in sorted(Path(__file__).parents[1].glob(f"{name}/*.py"))]
+_FOLDERS = [Path(__file__).parents[1] / name for name in ("data", "rows", "tokenizer")]
+_FILES = [path for folder in _FOLDERS for path in sorted(folder.glob("*.py"))]
 _VERSIONS = [(name, version(name)) for name in ("datasets", "tokenizers", "transformers")]
 CODE = digest([path.read_bytes() for path in _FILES], _VERSIONS)
 

@@ -10,11 +10,12 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hf_pretrain.data import caching
 from hf_pretrain.data.documents import load_documents
-from hf_pretrain.data.encoding import ConversationEncoder
-from hf_pretrain.data.packing import prepare_rows
-from hf_pretrain.data.preference_pairs import prepare_pairs
+from hf_pretrain.rows import caching
+from hf_pretrain.rows.encoding import ConversationEncoder
+from hf_pretrain.rows.packing import prepare_rows
+from hf_pretrain.rows.preference_pairs import prepare_pairs
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
@@ -44,7 +45,7 @@ def prepare(kind: str, path: Path, directory: Path, **changed) -> list[dict]:
         tokenizer.eos_token = eos
     tokenizer.chat_template = changed.pop("prefix", "") + tokenizer.chat_template
     schema = {"conversations": "conversation", "pairs": "preference"}.get(kind, "text")
-    documents, _ = load_documents([str(path)], schema=schema, validation_fraction=0.1, **loading)
+    documents, _ = load_documents([str(path)], Reading(kind=schema, validation_fraction=0.1, **loading))
     how = {"max_length": 64, **changed}
     if kind == "pairs":
         return list(prepare_pairs(documents, tokenizer, **how)[0])
@@ -125,15 +126,15 @@ def test_what_changes_no_row_is_read_from_the_cache(tmp_path, monkeypatch, token
     assert prepare(kind, path, copy) == rows and len({*cache.rglob("*.arrow")}) == 2 * len(files)
 
 
-@pytest.mark.parametrize("file", ["data/packing.py", "tokenizer/control_tokens.py"])
+@pytest.mark.parametrize("file", ["rows/packing.py", "tokenizer/control_tokens.py"])
 def test_the_code_that_prepares_data_is_part_of_the_key(tmp_path, file):
     root = Path(caching.__file__).parents[1]
-    for folder in ("data", "tokenizer"):
+    for folder in ("data", "rows", "tokenizer"):
         shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     codes = [caching.CODE]
     for change in ("", "# changed\n"):
         (tmp_path / file).write_text((root / file).read_text(encoding="utf-8") + change, encoding="utf-8")
-        spec = importlib.util.spec_from_file_location("copy_of_caching", tmp_path / "data/caching.py")
+        spec = importlib.util.spec_from_file_location("copy_of_caching", tmp_path / "rows/caching.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         codes.append(module.CODE)

@@ -5,7 +5,7 @@ import math
 import pytest
 from datasets import Dataset
 
-from hf_pretrain.data.unigram import unigram_loss
+from hf_pretrain.rows.unigram import unigram_loss
 
 
 def test_unigram_loss_is_the_formula():

@@ -1,19 +1,17 @@
 """Command-line arguments that name the data and determine how it becomes packed sequences."""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import cast
 
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast
 from transformers.hf_argparser import HfArg
 
 from ..runtime.names import check_choices
 from .collators import DataCollatorForPackedRows
-from .documents import load_documents
-from .encoding import ConversationEncoder
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
-from .sources import name_eval_sets
+from .reading import Reading
 
 
 @dataclass
@@ -38,16 +36,28 @@ class ReadingArguments:
     encoding: str = HfArg(default="utf-8", help="Encoding of the files, e.g. gb18030.")
     columns: list[str] | None = HfArg(default=None, help="Names of columns, OUR=THEIRS, e.g. prompt=question.")
 
+    @property
+    def kind(self) -> str:
+        """Kind of the records: text, conversation, preference or task."""
+        return "task"
+
+    @property
+    def kind_name(self) -> str:
+        """Name of the records in messages to users."""
+        return "text" if self.kind == "text" else f"{self.kind}s"
+
+    def reading(self, seed: int) -> Reading:
+        """Return what these flags say about the reading of data."""
+        given = {field.name: vars(self)[field.name] for field in fields(Reading) if field.name in vars(self)}
+        return Reading(**{**given, "kind": self.kind, "seed": seed})
+
 
 @dataclass
 class SourceArguments(ReadingArguments):
     """Data to train on: preferences, unless a subclass reads other records."""
 
-    # Subclasses make flags of them.
-    text_column = "text"
+    # A subclass makes a flag of it.
     chat_template = cast("str | None", None)
-    streaming = False
-    whole_files = False
 
     dataset_weights: list[float] | None = HfArg(
         default=None, help="Sampling weight of each dataset. Without weights, the run concatenates them."
@@ -58,49 +68,8 @@ class SourceArguments(ReadingArguments):
     )
 
     @property
-    def kind_name(self) -> str:
-        """Name of the records in messages to users: the plural of their schema, or `text`."""
-        return "preferences"
-
-    def load_sets(
-        self, training_args: TrainingArguments, *, keep_rejected: bool = True, is_evaluation: bool = False
-    ) -> tuple[Dataset | IterableDataset, dict[str, Dataset]]:
-        """
-        Load the training set, shuffled if it is a stream, and the validation sets by name, by
-        [`~data.documents.load_documents`]. A single validation set has the name "".
-
-        Args:
-            training_args ([`TrainingArguments`]): gives the seed and the directory of `rejected.jsonl`, which only the
-                main process writes.
-            keep_rejected (`bool`, defaults to `True`): list bad lines in `rejected.jsonl`.
-            is_evaluation (`bool`, defaults to `False`): return an empty training set.
-
-        Raises:
-            `UserError`: in the cases of [`~data.documents.load_documents`].
-        """
-        # Every rank reads the data, but only one may write the file that lists the bad lines.
-        directory = Path(training_args.output_dir) if keep_rejected and training_args.process_index == 0 else None
-        reading: dict[str, Any] = {"schema": self.kind_name.removesuffix("s"), "text_column": self.text_column}
-        reading |= {"encoding": self.encoding, "whole_files": self.whole_files, "columns": self.columns}
-        reading |= {"num_proc": self.num_proc, "max_rejected_ratio": self.max_rejected_ratio}
-        validation: dict[str, Any] = {}
-        # An evaluation may take the training data, too.
-        for label, name in name_eval_sets(self.eval_dataset_name, [] if is_evaluation else self.dataset_name).items():
-            path = directory and directory / f"rejected-eval{label and '-'}{label}.jsonl"
-            # Without a fraction for validation, the training set is the whole set.
-            validation[label], _ = load_documents([name], validation_fraction=0.0, rejected_path=path, **reading)
-        if validation and is_evaluation:
-            return next(iter(validation.values())).select([]), validation
-        reading |= {"weights": self.dataset_weights, "streaming": self.streaming, "is_evaluation": is_evaluation}
-        reading |= {"train_fraction": self.train_fraction, "seed": training_args.seed}
-        reading["validation_fraction"] = 0.0 if validation else self.validation_fraction
-        path = directory and directory / "rejected.jsonl"
-        train, split = load_documents(self.dataset_name, rejected_path=path, **reading)
-        # Streams are shuffled within a buffer of 10,000 documents; a `Dataset` is shuffled by the Trainer's sampler.
-        # An evaluation gets an empty training set, which is no stream.
-        if isinstance(train, IterableDataset):
-            train = train.shuffle(seed=training_args.seed, buffer_size=10_000)
-        return train, validation or {"": split}
+    def kind(self) -> str:
+        return "preference"
 
 
 @dataclass
@@ -126,10 +95,10 @@ class DataArguments(SourceArguments):
         return DataCollatorForPackedRows(tokenizer.pad_token_id, None if self.packing == "none" else self.max_length)
 
     @property
-    def kind_name(self) -> str:
+    def kind(self) -> str:
         return "text"
 
-    def encoder(self, seed: int | None = None) -> ConversationEncoder | None:
+    def encoder(self, seed: int | None = None) -> Callable | None:
         """Return the encoder of conversations, with a seed for its draws; `None` for text."""
         return None
 
@@ -137,7 +106,7 @@ class DataArguments(SourceArguments):
         self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerFast, *, seed: int | None = None
     ) -> tuple[Dataset | IterableDataset | None, PackingReport | None]:
         """
-        Tokenize and pack documents by [`~data.packing.prepare_rows`].
+        Tokenize and pack documents by [`~rows.packing.prepare_rows`].
 
         Args:
             documents ([`Dataset`] or [`IterableDataset`]): with the single column `text`.
@@ -145,7 +114,7 @@ class DataArguments(SourceArguments):
             seed (`int`, *optional*): seed of the draws per training record; a validation set has none.
 
         Returns:
-            `tuple`: packed sequences and a report, as [`~data.packing.prepare_rows`] returns them; `None` and `None`
+            `tuple`: packed sequences and a report, as [`~rows.packing.prepare_rows`] returns them; `None` and `None`
             if there are no documents.
         """
         if isinstance(documents, Dataset) and len(documents) == 0:

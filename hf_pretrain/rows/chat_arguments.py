@@ -48,8 +48,8 @@ class ChatArguments(DataArguments):
             raise UserError("--empty_think_ratio and --enable_thinking contradict each other. Leave one of them out.")
 
     @property
-    def kind_name(self) -> str:
-        return "text" if self.dataset_kind == "text" else "conversations"
+    def kind(self) -> str:
+        return "text" if self.dataset_kind == "text" else "conversation"
 
     def encoder(self, seed: int | None = None) -> ConversationEncoder | None:
         if self.dataset_kind == "text":

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_pretrain.data.collators import DataCollatorForPackedRows
+from hf_pretrain.rows.collators import DataCollatorForPackedRows
 
 
 ROWS = [{"input_ids": [1, 5, 6, 2, 1, 7, 2], "seq_lengths": [4, 3]}, {"input_ids": [1, 8, 2], "seq_lengths": [3]}]
