@@ -151,8 +151,8 @@ def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict
 
 def _page(text: str) -> str:
     """Return the words of a page without its commit and the random end of the run's name."""
-    text = re.sub(r"\b[0-9a-f]{7,40}\b", "#", re.sub(_MARKUP, "", text))
-    return re.sub(r"(?<=run_name )\S+|(?<=run_name: )\S+", "#", text)
+    words = re.sub(r"\s+", " ", re.sub(_MARKUP, " ", text))
+    return re.sub(r"\b[0-9a-f]{40}\b|(?<= run_name )\S+", "#", words)
 
 
 def _text(file: Path) -> str:
