@@ -82,7 +82,8 @@ _VARYING = (
     r"\d[\d.,:]* ?(?:s|min|minutes?|seconds?|hours?|tokens/s|[KMG]i?B)\b|\d{4}-\d\d-\d\d[T ][\d:.]+|\d+:\d\d:\d\d"
 )
 _MARKUP = re.compile(r"<(svg|style|script).*?</\1>|<[^>]*>", re.DOTALL)
-_CLOCKS = {*CLOCKS, "train_runtime", "train_samples_per_second", "train_steps_per_second"}
+_CLOCKS = {*CLOCKS, "step_time", "train_runtime"}
+_CLOCKS |= {f"train_{each}_per_second" for each in ("samples", "steps", "tokens")}
 
 
 def make_workspace(path: Path) -> None:
@@ -148,6 +149,12 @@ def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict
     }
 
 
+def _page(text: str) -> str:
+    """Return the words of a page without its commit and the random end of the run's name."""
+    words = re.sub(r"\s+", " ", re.sub(_MARKUP, " ", text))
+    return re.sub(r"\b[0-9a-f]{40}\b|(?<= run_name )\S+", "#", words)
+
+
 def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -182,6 +189,8 @@ def _answers(path: Path, name: str) -> dict[str, str]:
     for temperature in ("0", "0.8"):
         file = f"answers-{name}-{temperature}.jsonl"
         flags = f"--model_name_or_path {name} --input prompts.jsonl --output {file} --temperature {temperature}"
+        # The samples of llama.cpp depend on what it computes at the same moment.
+        flags += " --engine transformers" if temperature != "0" else ""
         _call(path, "python", "generate", f"{flags} --max_new_tokens 12 --seed 1 --use_cpu")
         found[temperature] = (path / file).read_text(encoding="utf-8")
     chat = f"--model_name_or_path {name} --prompt river --temperature 0 --max_new_tokens 12 --use_cpu"
@@ -244,12 +253,13 @@ def main() -> None:
     action, file, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as directory:
         make_workspace(Path(directory))
-        found = json.dumps(record(Path(directory), names or RUNS), indent=1, sort_keys=True, ensure_ascii=False)
+        found = json.loads(json.dumps(record(Path(directory), names or RUNS)))
     if action == "write":
-        Path(file).write_text(found, encoding="utf-8")
+        Path(file).write_text(json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False), encoding="utf-8")
         return
-    before = Path(file).read_text(encoding="utf-8")
-    print("\n".join(difflib.unified_diff(before.splitlines(), found.splitlines(), lineterm="", n=2)) or "equal")
+    before = {name: each for name, each in json.loads(Path(file).read_text(encoding="utf-8")).items() if name in found}
+    texts = [json.dumps(each, indent=1, sort_keys=True, ensure_ascii=False) for each in (before, found)]
+    print("\n".join(difflib.unified_diff(*map(str.splitlines, texts), lineterm="", n=2)) or "equal")
     sys.exit(before != found)
 
 
