@@ -14,10 +14,10 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.constants import HF_HOME
 
-from .command_line import announce
-from .errors import UserError
-from .names import is_local, split_hub_name
-from .writing import locked, written_whole
+from ..runtime.command_line import announce
+from ..runtime.errors import UserError
+from ..runtime.names import is_local, split_hub_name
+from ..runtime.writing import locked, written_whole
 
 
 PREFIX = "embedded:"
