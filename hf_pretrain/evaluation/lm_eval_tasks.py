@@ -200,7 +200,7 @@ class EvalTasks(AddedFigures):
 
     Args:
         args ([`EvalTaskArguments`]): the tasks.
-        data ([`~data.preparation.PreparedData`]): the data and the tokenizer of the run.
+        data ([`~rows.preparation.PreparedData`]): the data and the tokenizer of the run.
         batch_size (`int`): texts per batch.
 
     Raises:
