@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.faults.driving import CLOCKS
-from tests.invariants.launching import ROOT, free_port, launcher_command, process_options, start
+from tests.invariants.launching import BIN, ROOT, free_port, launcher_command, process_options, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
@@ -142,9 +142,7 @@ def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict
             str(file.relative_to(path)): _digests(file) for file in sorted((path / name).rglob("*.safetensors"))
         },
         "output": output,
-        "page": _constant(
-            re.sub(r"<(svg|style|script).*?</\1>|<[^>]*>", "", _text(path / name / "report.html")), path
-        ),
+        "page": _page(_constant(_text(path / name / "report.html"), path)),
         "card": _constant(_text(path / name / "README.md"), path),
     }
 
@@ -152,7 +150,7 @@ def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict
 def _page(text: str) -> str:
     """Return the words of a page without its commit and the random end of the run's name."""
     words = re.sub(r"\s+", " ", re.sub(_MARKUP, " ", text))
-    return re.sub(r"\b[0-9a-f]{40}\b|(?<= run_name )\S+", "#", words)
+    return re.sub(r"[0-9a-f]{40}(-dirty)?|(?<= run_name )\S+", "#", words)
 
 
 def _text(file: Path) -> str:
@@ -168,7 +166,11 @@ def _call(path: Path, launcher: str, stage: str, flags: str) -> str:
 
 
 def _constant(text: str, path: Path) -> str:
-    return re.sub(_VARYING, "#", text.replace(str(path), "WORKSPACE").replace(str(ROOT), "ROOT"))
+    return re.sub(
+        _VARYING,
+        "#",
+        text.replace(str(path), "WORKSPACE").replace(str(ROOT), "ROOT").replace(str(BIN), "ROOT/.venv/bin"),
+    )
 
 
 def _digests(file: Path) -> dict[str, str]:
