@@ -74,7 +74,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The tests that start no process, of the packages that everything else stands on.
-QUICK := tests/model tests/tokenizer tests/data tests/rows tests/loading tests/run_directory tests/checkpoints tests/runtime \
+QUICK := tests/model tests/tokenizer tests/data tests/rows tests/checkpoints tests/runtime \
   $(addprefix tests/training/test_,masked_loss_trainer.py run_parts.py training_arguments.py optimizers.py) \
   tests/test_library_contract.py tests/test_project_files.py
 test-quick: $(VENV)/.installed-test
