@@ -223,14 +223,14 @@ def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
 
 
 def test_the_model_gets_the_vocab_size_of_a_tokenizer_trained_here(tokenizer):
-    assert load_config(ModelArguments(model_preset="tiny", vocab_size=8000), tokenizer).vocab_size == 8000
+    assert load_config(ModelArguments(model_preset="tiny", vocab_size=8000), tokenizer, None).vocab_size == 8000
     kept = ModelArguments(model_preset="tiny", vocab_size=8000, tokenizer_name_or_path="somewhere")
-    assert load_config(kept, tokenizer).vocab_size == 6400
+    assert load_config(kept, tokenizer, None).vocab_size == 6400
 
 
 def test_overrides_may_be_nested(tokenizer):
     overrides = "num_hidden_layers=2, rope_parameters={rope_type: yarn, factor: 2.0, rope_theta: 1e4}"
-    config = load_config(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)
+    config = load_config(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer, None)
     assert config.num_hidden_layers == 2
     expected = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
     assert config.rope_parameters.items() >= expected.items()
