@@ -4,7 +4,7 @@ package index, or weights of MiniMind's code or of transformers.
 
 A copy is a directory as this package writes it, with the dtype of the source, its tokenizer and `origin.json`. It lies
 in `HF_HOME/hf_pretrain/native`, and its name has digests of the path of the source, and of the sizes and times of the
-source's files and the version of this package. To find it, a start reads no weights. A source that has changed gets a
+source's files and the code of the conversion. To find it, a start reads no weights. A source that has changed gets a
 new copy in place of the old one. Of a model above `LARGEST_BYTES`, the copy holds all but the weights, which each
 start reads from the source: such a model takes no second place on the disk.
 """
@@ -14,7 +14,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,11 @@ def make_native(name: str, config: Mapping[str, Any] | None = None) -> str:
         return str(path)
     files = path.iterdir() if path.is_dir() else [path, path.with_name(CONFIG_NAME)]
     stats = {file.name: file.stat() for file in sorted(files) if file.suffix in _SUFFIXES and file.is_file()}
-    times = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+    # A file that replaces another one may keep the time of its content, but not that of its change.
+    times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()]
+    code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))]
     stem = f"{path.stem}-{_digest([str(path.resolve()), config])}"
-    directory = COPIES / f"{stem}-{_digest([version('hf_pretrain'), times])}"
+    directory = COPIES / f"{stem}-{_digest([code, times])}"
     if not (directory / CONFIG_NAME).is_file():
         COPIES.mkdir(parents=True, exist_ok=True)
         # The ranks of a run ask at once.
@@ -89,6 +90,7 @@ def _write_copy(name: str, path: Path, config: Mapping[str, Any] | None, directo
         else:
             announce(f"{name}: writing a native copy of {size / 1e6:,.0f} MB below {COPIES}")
             model.save_pretrained(scratch)
+        # Without a tokenizer that can be read, the run names one, or says what is wrong with this one.
         with suppress(UserError):
             if (tokenizer := find_tokenizer(name)) is not None:
                 save_tokenizer(tokenizer, scratch)
