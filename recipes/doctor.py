@@ -11,11 +11,10 @@ do, and its exit status is 1. To measure the memory of a run, pass `--dry_run` t
 from hf_pretrain.doctor.machine_checks import print_findings
 from hf_pretrain.doctor.step_check import check_steps
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.parser import parse_flags
 
 
-def make_parser() -> RecipeParser:
-    return RecipeParser(description=__doc__)
+ARGUMENTS = ()
 
 
 def main() -> None:
@@ -24,5 +23,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        make_parser().parse_args()
-        main()
+        main(*parse_flags(*ARGUMENTS))

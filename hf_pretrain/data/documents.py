@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
-from ..runtime.bounds import check_bounds
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
@@ -100,11 +99,9 @@ def load_documents(
 
     Raises:
         `UserError`: if a name leads to no data or only to bad data, a file cannot be read, too many lines are bad, or
-            an argument is out of range.
+            the weights do not fit the names.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
-    check_bounds({"validation_fraction": validation_fraction, "train_fraction": train_fraction})
-    check_bounds({"dataset_weights": weights})
     if weights is not None and len(weights) != len(dataset_names):
         raise UserError(f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each name.")
     rejected = RejectedLines(max_rejected_ratio, rejected_path)

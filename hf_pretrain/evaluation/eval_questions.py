@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.hf_argparser import HfArg
 
 from ..inference.batch_answers import read_prompts
 from ..runtime.errors import UserError
+from ..runtime.flags import flag
 from ..training.samples import GREEDY, AddedFigures, generate
 
 
@@ -17,8 +17,10 @@ from ..training.samples import GREEDY, AddedFigures, generate
 class EvalQuestionArguments:
     """Questions with known answers, to ask at each evaluation."""
 
-    eval_questions: str | None = HfArg(
-        default=None, help="File of prompts with the texts that right answers state, to ask at each evaluation."
+    eval_questions: str | None = flag(
+        None,
+        "File of prompts with the texts that right answers state, to ask at each evaluation.",
+        resume="evaluation",
     )
 
     def callbacks(

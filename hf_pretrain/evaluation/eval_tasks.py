@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.hf_argparser import HfArg
 from transformers.trainer_callback import TrainerCallback
 
 from ..data.preparation import PreparedData
 from ..runtime.errors import UserError
+from ..runtime.flags import flag
 from ..training.samples import AddedFigures
 from ..training.training_arguments import LMTrainingArguments
 
@@ -20,14 +20,17 @@ from ..training.training_arguments import LMTrainingArguments
 class EvalTaskArguments:
     """Tasks of lm-eval that each evaluation runs."""
 
-    eval_tasks: str | None = HfArg(
-        default=None, help="Tasks of lm-eval to run with each evaluation, separated by commas."
+    eval_tasks: str | None = flag(
+        None, "Tasks of lm-eval to run with each evaluation, separated by commas.", resume="evaluation"
     )
-    eval_tasks_limit: float | None = HfArg(
-        default=100, help="Number of examples per task of --eval_tasks, or a share if below 1."
+    eval_tasks_limit: float | None = flag(
+        100,
+        "Number of examples per task of --eval_tasks, or a share if below 1.",
+        bounds="above 0",
+        resume="evaluation",
     )
-    eval_tasks_path: list[str] | None = HfArg(
-        default=None, help="Directories with further task YAMLs for --eval_tasks."
+    eval_tasks_path: list[str] | None = flag(
+        None, "Directories with further task YAMLs for --eval_tasks.", resume="evaluation", names="code"
     )
 
 

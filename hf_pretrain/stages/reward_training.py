@@ -7,10 +7,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.hf_argparser import HfArg
-
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
+from ..runtime.flags import flag
 from ..training.base_trainer import RunTrainer
 from ..training.training_arguments import SFTTrainingArguments
 from ..weights.adapters import is_adapted, merge_adapter
@@ -28,9 +27,9 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     has_masked_loss = False
     # TRL's other trainers have the flag.
     sync_ref_model = False
-    output_dir: str | None = HfArg(default="out/reward", help="Directory of the run.")
-    learning_rate: float = HfArg(default=1e-5, help="Peak learning rate.")
-    max_length: int = HfArg(default=512, help="Tokens of prompt and answer; longer pairs are left out.")
+    output_dir: str | None = flag("out/reward")
+    learning_rate: float = flag(1e-5)
+    max_length: int = flag(512, "Tokens of prompt and answer; longer pairs are left out.")
 
     def __post_init__(self):
         if self.distributed_config is not None:

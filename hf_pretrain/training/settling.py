@@ -24,7 +24,7 @@ from ..checkpoints.manifest import MANIFEST_NAME, read_manifest
 from ..data.collators import DataCollatorForPackedRows
 from ..data.row_source import is_stream
 from ..model.configuration_minimind import MiniMindConfig
-from ..runtime.devices import keep_freed_blocks
+from ..runtime.devices import can_compile, keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..weights.adapters import base_model_of
@@ -40,16 +40,6 @@ from .training_arguments import LMTrainingArguments, default_learning_rate
 if TYPE_CHECKING:
     from ..data.preparation import PreparedData
     from .run import Run
-
-# A dry run neither saves, evaluates, pushes nor reports to trackers.
-_TURNED_OFF: dict[str, Any] = {
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": [],
-}
 
 
 class TrainerData(NamedTuple):
@@ -133,6 +123,8 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
     args.fsdp_plugin_args = complete_fsdp_args(args.fsdp_plugin_args)
     # Batches are copied from pinned memory while the GPU computes.
     args.accelerator_config.non_blocking = args.device.type == "cuda"
+    # A run trains on without a compiler, and its record says so.
+    args.compiles_layers = args.compiles_layers and can_compile(args.device, **args.compile_options)
     if args.device.type == "cpu":
         keep_freed_blocks()
 
@@ -186,7 +178,9 @@ def settle_dry_run(args: LMTrainingArguments) -> None:
     Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory. All ranks must
     call this function.
     """
-    args.__dict__.update(_TURNED_OFF)
+    args.save_strategy = args.eval_strategy = "no"
+    args.eval_on_start = args.load_best_model_at_end = args.push_to_hub = False
+    args.report_to = []
     args.output_dir = on_main_process(args, lambda: tempfile.mkdtemp(prefix="hf_pretrain-dry-run-"))
     # Another machine has no such directory yet.
     os.makedirs(args.output_dir, exist_ok=True)
