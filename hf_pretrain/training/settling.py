@@ -178,9 +178,8 @@ def settle_dry_run(args: LMTrainingArguments) -> None:
     Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory. All ranks must
     call this function.
     """
-    args.save_strategy = args.eval_strategy = "no"
-    args.eval_on_start = args.load_best_model_at_end = args.push_to_hub = False
-    args.report_to = []
+    args.__dict__.update(save_strategy="no", eval_strategy="no", eval_on_start=False, load_best_model_at_end=False)
+    args.__dict__.update(push_to_hub=False, report_to=[])
     args.output_dir = on_main_process(args, lambda: tempfile.mkdtemp(prefix="hf_pretrain-dry-run-"))
     # Another machine has no such directory yet.
     os.makedirs(args.output_dir, exist_ok=True)
