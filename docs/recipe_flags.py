@@ -48,8 +48,7 @@ def recipe_flags(recipe: str) -> dict[str, str]:
     for action in parser._actions:
         # Flags come in two spellings, --max_length and --max-length; the first one is enough to read.
         name = min(action.option_strings, key=len) if action.option_strings else action.dest
-        is_ours = action.dest in ours if parser.dataclass_types else action.dest != "help"
-        if is_ours and action.help is not argparse.SUPPRESS and not name.startswith("--no_"):
+        if action.dest in ours and action.help is not argparse.SUPPRESS and not name.startswith("--no_"):
             flags[f"`{name}`"] = _sentences(action)
     return flags
 
@@ -71,7 +70,8 @@ class RecipeFlags(SphinxDirective):
             if recipe == "evaluate":
                 absent = ", ".join(name for name in shared if name not in flags[recipe])
                 parts.append(f"This recipe also takes the flags of all training recipes, except {absent}.")
-            own = {name: text for name, text in flags[recipe].items() if shared.get(name) != text}
+            is_training = recipe in (*STAGES, "evaluate")
+            own = {name: text for name, text in flags[recipe].items() if not is_training or shared.get(name) != text}
             parts.extend(_definitions(own))
         return self.parse_text_to_nodes("\n\n".join(parts), allow_section_headings=True)
 

@@ -10,10 +10,11 @@ other boards, too. By default, only this machine can open the page. The page nee
 whoever opens it can start commands on this machine.
 """
 
-import argparse
+from dataclasses import dataclass
 
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.texts import LANGUAGES
 
 
@@ -23,20 +24,24 @@ with one_line_errors():
     from hf_pretrain.inference.serving import check_ports
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class BoardArguments:
+    """Address and language."""
+
+    host: str = flag("127.0.0.1", "0.0.0.0 admits the whole network.")
+    allowed_hosts: list[str] = flag([], "More names of this machine.")
+    port: int = flag(7861, "TCP port.", bounds="at least 0 and at most 65535")
+    language: str | None = flag(None, "By default the browser's.", choices=tuple(LANGUAGES))
+
+
+ARGUMENTS = (BoardArguments,)
+
+
+def main(args: BoardArguments) -> None:
     check_ports(args.host, [args.port])
     open_board(**vars(args))
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
-    parser.add_argument("--allowed_hosts", nargs="+", default=[], metavar="NAME", help="more names of this machine")
-    parser.add_argument("--port", type=int, metavar="N", default=7861, help="TCP port")
-    parser.add_argument("--language", choices=tuple(LANGUAGES), help="by default the browser's")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

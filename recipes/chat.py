@@ -14,29 +14,45 @@ token. A base model continues your text instead of answering it: one whose last 
 has no chat template. `--raw` and `--no-raw` choose.
 """
 
-import argparse
 import sys
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser, sampling_options
+from hf_pretrain.inference.inference_arguments import THINK, SamplingArguments, load_for_inference, sampling_options
 from hf_pretrain.inference.terminal_chat import AUTO_PROMPTS, Chat
 from hf_pretrain.inference.tools import offer_tools
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.minimind_flags import translate_minimind
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.weights.package_models import package_model
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class ChatArguments(SamplingArguments):
+    """Model, and what it answers."""
+
+    prompt: str | None = flag(None, "Answer or continue this text, and exit.")
+    auto: bool = flag(False, "Answer eight questions, and exit.")
+    history: int | None = flag(None, "Earlier questions that the model still sees; by default all, with --auto none.")
+    system: str | None = flag(None, "The system message.")
+    tools: str | None = flag(None, "calculator, or module.path:NAME of functions, which the chat runs.", names="code")
+
+
+ARGUMENTS = (ChatArguments,)
+
+
+def main(args: ChatArguments) -> None:
     model, tokenizer = load_for_inference(args)
     if args.raw and (args.system or args.tools or args.think is not None):
         raise UserError("--system, --tools and --think have no effect on raw continuation: chat with --no-raw.")
     tools, functions = offer_tools(args.tools)
-    settings = {"system": args.system, "tools": tools, "functions": functions, "enable_thinking": args.think}
+    settings: dict[str, Any] = {"system": args.system, "tools": tools, "functions": functions}
+    settings |= {"is_raw": args.raw, "enable_thinking": THINK[args.think]}
     # As in MiniMind, `--auto` asks each question by itself.
-    settings["num_turns"] = 0 if args.auto and args.history is None else args.history
-    chat = Chat(model, tokenizer, sampling_options(args), is_raw=args.raw, **settings)
+    num_turns = 0 if args.auto and args.history is None else args.history
+    chat = Chat(model, tokenizer, sampling_options(args), num_turns=num_turns, **settings)
     published = package_model(args.model_name_or_path)
     about = ", a base model: it continues your text" if args.raw else f", {published.about}" if published else ""
     title = f"{args.model_name_or_path}{about}"
@@ -57,17 +73,6 @@ def main(args: argparse.Namespace) -> None:
     print(chat.speed, file=sys.stderr)
 
 
-def make_parser() -> RecipeParser:
-    parser = make_inference_parser(__doc__)
-    parser.add_argument("--prompt", help="answer or continue this text, and exit")
-    parser.add_argument("--auto", action="store_true", help="answer eight questions, and exit")
-    sees = "earlier questions that the model still sees; by default all, with --auto none"
-    parser.add_argument("--history", type=int, metavar="N", help=sees)
-    parser.add_argument("--system", help="the system message")
-    parser.add_argument("--tools", help="calculator, or module.path:NAME of functions, which the chat runs")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args(translate_minimind(sys.argv[1:], "chat")))
+        main(*parse_flags(*ARGUMENTS, stage="chat"))

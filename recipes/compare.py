@@ -10,19 +10,32 @@ still trains, or that was killed. Directories without a run are left out. The pa
 browser prefers, unless `--language` says which.
 """
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_pretrain.reports.page import write_page
 from hf_pretrain.run_directory.directory import REPORT_NAME
 from hf_pretrain.run_directory.history import read_runs
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.texts import LANGUAGES
 from hf_pretrain.runtime.writing import check_output
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class ComparisonArguments:
+    """Runs and page."""
+
+    runs: list[Path] = flag(help="Directories of runs (their --output_dir).", spelled="runs")
+    output: str | None = flag(None, "File to write; by default the run's report.html, or comparison.html.")
+    language: str | None = flag(None, "By default the browser's.", choices=tuple(LANGUAGES))
+
+
+ARGUMENTS = (ComparisonArguments,)
+
+
+def main(args: ComparisonArguments) -> None:
     path = args.runs[0] / REPORT_NAME if len(args.runs) == 1 else Path("comparison.html")
     if args.output is not None:
         check_output(args.output, "--output")
@@ -34,14 +47,6 @@ def main(args: argparse.Namespace) -> None:
     print(f"Wrote {path}. Open it in a browser.")
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="directories of runs (their --output_dir)")
-    parser.add_argument("--output", help="file to write; by default the run's report.html, or comparison.html")
-    parser.add_argument("--language", choices=tuple(LANGUAGES), help="by default the browser's")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

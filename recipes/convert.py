@@ -18,8 +18,9 @@ The recipe reads the result back, and compares its logits with the logits of the
 state the largest difference.
 """
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.constants import REPOCARD_NAME
 
@@ -28,7 +29,8 @@ from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.loading.model_arguments import parse_fields
 from hf_pretrain.runtime.command_line import announce, one_line_errors
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export
@@ -36,10 +38,41 @@ from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class ConversionArguments:
+    """Source, result and repository."""
+
+    source: str = flag(
+        help="A .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth.",
+        names="model",
+        spelled="--from",
+    )
+    to: str = flag(help="A new or empty directory.")
+    format: str = flag(
+        "minimind",
+        "Format of the new model; lora: an adapter as a LoRA file of MiniMind.",
+        choices=(*EXPORT_FORMATS, "lora"),
+    )
+    base: str | None = flag(None, "The base model, if --from is a LoRA file of MiniMind.", names="model")
+    config: str | None = flag(None, "A JSON file, or name=value,...: config fields that the source lacks.")
+    tokenizer: str | None = flag(
+        None, "Directory or Hub id; by default the tokenizer beside the weights.", names="model"
+    )
+    dtype: str | None = flag(None, "Dtype of the weights; by default the source's.", choices=GGUF_TYPES)
+    stage: str | None = flag(None, "For upstream and lora: start of the file name; by default full_sft, or lora.")
+    push: bool = flag(False, "Push to --hub_model_id.")
+    hub_model_id: str | None = flag(None, "Repository; by default the name of the directory, in your namespace.")
+    hub_private_repo: bool = flag(None, "Make a new repository private.")
+    hub_license: str | None = flag(None, "Licence, for the model card.")
+
+
+ARGUMENTS = (ConversionArguments,)
+
+
+def main(args: ConversionArguments) -> None:
     # Check before the download of a large model.
     check_empty(args.to, "--to")
-    config = args.config
+    config: Any = args.config
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
         config = parse_fields(config, flag="--config", also_known=UPSTREAM_FIELDS)
@@ -69,25 +102,6 @@ def main(args: argparse.Namespace) -> None:
         print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=also)}")
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    sources = "a .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth"
-    parser.add_argument("--from", dest="source", required=True, help=sources)
-    parser.add_argument("--to", required=True, help="a new or empty directory")
-    formats = "format of the new model; lora: an adapter as a LoRA file of MiniMind"
-    parser.add_argument("--format", choices=(*EXPORT_FORMATS, "lora"), default="minimind", help=formats)
-    parser.add_argument("--base", help="the base model, if --from is a LoRA file of MiniMind")
-    parser.add_argument("--config", help="a JSON file, or name=value,...: config fields that the source lacks")
-    parser.add_argument("--tokenizer", help="directory or Hub id; by default the tokenizer beside the weights")
-    parser.add_argument("--dtype", choices=GGUF_TYPES, help="dtype of the weights; by default the source's")
-    parser.add_argument("--stage", help="for upstream and lora: start of the file name; by default full_sft, or lora")
-    parser.add_argument("--push", action="store_true", help="push to --hub_model_id")
-    parser.add_argument("--hub_model_id", help="repository; by default the name of the directory, in your namespace")
-    parser.add_argument("--hub_private_repo", action="store_true", default=None, help="make a new repository private")
-    parser.add_argument("--hub_license", help="licence, for the model card")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

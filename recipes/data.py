@@ -21,24 +21,74 @@ in a row with `--held_out` data or with the examples of `--held_out_tasks`. It w
 `<output>.dropped` lists each dropped record with its line or row and the reason.
 """
 
-import argparse
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from hf_pretrain.data.cleaning import NEAR_DUPLICATES, clean_data
 from hf_pretrain.data.inspection import inspect_data
 from hf_pretrain.evaluation.evaluation import expand_tasks
+from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag, same_flag
+from hf_pretrain.runtime.parser import parse_flags
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class SourceArguments:
+    """What to do, and with which data."""
+
+    action: str = flag(help="What to do.", choices=("inspect", "clean"), spelled="action")
+    names: list[str] = flag(
+        help="embedded[:part], files, globs, directories, or names on the Hub.", names="dataset", spelled="names"
+    )
+    text_column: str = same_flag(DataArguments, "text_column")
+    encoding: str = same_flag(DataArguments, "encoding")
+    columns: list[str] | None = same_flag(DataArguments, "columns")
+    whole_files: bool = same_flag(DataArguments, "whole_files")
+
+
+@dataclass
+class InspectionArguments:
+    """inspect."""
+
+    tokenizer: str | None = flag(
+        None, "Directory or Hub id; by default, the command trains one on the data.", names="model"
+    )
+    max_length: int = same_flag(DataArguments, "max_length")
+    page: str | None = flag(None, "HTML file for the audit of conversations, with the trained tokens in colour.")
+    show: int = flag(20, "Number of records to print.")
+
+
+@dataclass
+class CleaningArguments:
+    """clean."""
+
+    output: str = flag("clean.jsonl", "JSONL file to write.")
+    held_out: list[str] | None = flag(None, "Validation set or evaluation questions to keep out.", names="dataset")
+    held_out_tasks: str | None = flag(
+        None,
+        "Evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas.",
+    )
+    min_chars: int = flag(20, "Least number of characters.")
+    near_duplicates: float = flag(
+        NEAR_DUPLICATES,
+        "Least similarity (Jaccard index) of near duplicates; 0 keeps them.",
+        bounds="at least 0 and at most 1",
+    )
+
+
+ARGUMENTS = (SourceArguments, InspectionArguments, CleaningArguments)
+
+
+def main(source: SourceArguments, look: InspectionArguments, args: CleaningArguments) -> None:
     names = ("text_column", "encoding", "whole_files", "columns")
     # The fields of each record tell its kind.
-    reading = Reading(kind=None, **{name: vars(args)[name] for name in names})
-    if args.action == "inspect":
-        shown = {"max_length": args.max_length, "num_shown": args.show, "page": args.page}
-        print_result(inspect_data(args.names, reading, tokenizer_name=args.tokenizer, **shown))
+    reading = Reading(kind=None, **{name: vars(source)[name] for name in names})
+    if source.action == "inspect":
+        shown: dict[str, Any] = {"max_length": look.max_length, "num_shown": look.show, "page": look.page}
+        print_result(inspect_data(source.names, reading, tokenizer_name=look.tokenizer, **shown))
         return
     questions: Iterable[str] = ()
     if args.held_out_tasks:
@@ -46,36 +96,12 @@ def main(args: argparse.Namespace) -> None:
         from hf_pretrain.evaluation.lm_eval_tasks import read_questions
 
         questions = read_questions(expand_tasks(args.held_out_tasks))
-    rules = {"min_chars": args.min_chars, "near_duplicates": args.near_duplicates}
+    rules: dict[str, Any] = {"min_chars": args.min_chars, "near_duplicates": args.near_duplicates}
     rules |= {"held_out": args.held_out or (), "more_held_out": questions}
-    counts = clean_data(args.names, args.output, reading, **rules)
+    counts = clean_data(source.names, args.output, reading, **rules)
     print(f"{counts}\nWrote {args.output}, and beside it the list of the dropped records.")
-
-
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    parser.add_argument("action", choices=("inspect", "clean"), help="what to do")
-    parser.add_argument("names", nargs="+", help="embedded[:part], files, globs, directories, or names on the Hub")
-    parser.add_argument("--text_column", default="text", help="column that holds the text")
-    parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
-    parser.add_argument("--columns", nargs="+", help="names of columns, OUR=THEIRS, e.g. prompt=question")
-    parser.add_argument("--whole_files", action="store_true", help="a .txt file is one document, as a .md file is")
-    look = parser.add_argument_group("inspect")
-    look.add_argument("--tokenizer", help="directory or Hub id; by default, the command trains one on the data")
-    look.add_argument("--max_length", type=int, default=512, help="tokens per packed sequence")
-    look.add_argument("--page", help="HTML file for the audit of conversations, with the trained tokens in colour")
-    look.add_argument("--show", type=int, default=20, help="number of records to print")
-    rules = parser.add_argument_group("clean")
-    rules.add_argument("--output", default="clean.jsonl", help="JSONL file to write")
-    rules.add_argument("--held_out", nargs="+", help="validation set or evaluation questions to keep out")
-    tasks = "evaluation tasks whose examples to keep out: tasks of lm-eval, minimind or small, separated by commas"
-    rules.add_argument("--held_out_tasks", help=tasks)
-    rules.add_argument("--min_chars", type=int, default=20, help="least number of characters")
-    near = "least similarity (Jaccard index) of near duplicates; 0 keeps them"
-    rules.add_argument("--near_duplicates", type=float, default=NEAR_DUPLICATES, help=near)
-    return parser
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

@@ -11,22 +11,27 @@ models, such as `embedded:smollm2`; `--remove_copies` removes them. To measure t
 the recipe that trains.
 """
 
-import argparse
+from dataclasses import dataclass
 
 from hf_pretrain.doctor.machine_checks import print_findings
 from hf_pretrain.doctor.step_check import check_steps
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.weights.localizing import COPIES, copies_bytes, remove_copies
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    parser.add_argument("--remove_copies", action="store_true", help="only remove the native copies")
-    return parser
+@dataclass
+class DoctorArguments:
+    """What to do."""
+
+    remove_copies: bool = flag(False, "Only remove the native copies.")
 
 
-def main(args: argparse.Namespace) -> None:
+ARGUMENTS = (DoctorArguments,)
+
+
+def main(args: DoctorArguments) -> None:
     if args.remove_copies:
         size = copies_bytes()
         remove_copies()
@@ -37,4 +42,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

@@ -10,8 +10,8 @@ their own commands, which it prints. If it is stopped or killed, the same comman
 page of all stages, `report.html`, into the output directory.
 """
 
-import argparse
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_pretrain.model.presets import PRESETS
@@ -20,21 +20,36 @@ from hf_pretrain.run_directory.directory import REPORT_NAME
 from hf_pretrain.run_directory.history import read_runs
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import find_program
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.writing import check_output
-from hf_pretrain.stages.from_scratch import CANDIDATES, Budget, check_flags
+from hf_pretrain.stages.from_scratch import CANDIDATES, Budget, split_flags
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class BudgetArguments:
+    """Time, place and stages."""
+
+    minutes: float = flag(20, "Time of all stages together.", bounds="above 0")
+    hours: float | None = flag(None, "The same in hours.", bounds="above 0")
+    output_dir: str = flag("out/from-scratch", "Directory of stages, plan and page.")
+    preset: str | None = flag(None, "By default the one that fits the time.", choices=tuple(PRESETS))
+    pretrain_args: str = flag("", "More flags for pretraining, in quotes.")
+    sft_args: str = flag("", "More flags for fine-tuning, in quotes.")
+
+
+ARGUMENTS = (BudgetArguments,)
+
+
+def main(args: BudgetArguments) -> None:
     check_output(args.output_dir, "--output_dir")
     # Fine-tuning starts much later, so check its flags now, too.
-    check_flags("pretrain", args.pretrain_args)
-    check_flags("sft", args.sft_args)
+    pretrain_args, sft_args = split_flags("pretrain", args.pretrain_args), split_flags("sft", args.sft_args)
     budget = Budget(Path(args.output_dir), 60 * args.minutes if args.hours is None else 3600 * args.hours)
     if budget.plan["pace"] is None:
-        budget.choose_preset((args.preset,) if args.preset else CANDIDATES, args.pretrain_args)
-    base = budget.train("pretrain", *args.pretrain_args)
-    chat = budget.train("sft", "--model_name_or_path", str(base), *args.sft_args)
+        budget.choose_preset((args.preset,) if args.preset else CANDIDATES, pretrain_args)
+    base = budget.train("pretrain", *pretrain_args)
+    chat = budget.train("sft", "--model_name_or_path", str(base), *sft_args)
 
     runs, _ = read_runs([base, chat])
     path, notes = Path(args.output_dir, REPORT_NAME), budget.describe(runs)
@@ -43,17 +58,6 @@ def main(args: argparse.Namespace) -> None:
     print(shlex.join([find_program("hf-pretrain"), "chat", "--model_name_or_path", str(chat)]))
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20, help="time of all stages together")
-    parser.add_argument("--hours", type=float, help="the same in hours")
-    parser.add_argument("--output_dir", default="out/from-scratch", help="directory of stages, plan and page")
-    parser.add_argument("--preset", choices=PRESETS, help="by default the one that fits the time")
-    parser.add_argument("--pretrain_args", type=shlex.split, default="", help="more flags for pretraining, in quotes")
-    parser.add_argument("--sft_args", type=shlex.split, default="", help="more flags for fine-tuning, in quotes")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

@@ -21,15 +21,15 @@ origins, under host names other than localhost, `--host` and `--allowed_hosts`, 
 positions.
 """
 
-import argparse
-import sys
+from dataclasses import dataclass
+from typing import Any
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.devices import refuse_unused_gpu
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.runtime.minimind_flags import translate_minimind
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.texts import LANGUAGES
 from hf_pretrain.tokenizer.control_tokens import check_chat_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
@@ -37,12 +37,33 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
-    from hf_pretrain.inference.inference_arguments import THINK, add_model_flags
+    from hf_pretrain.inference.inference_arguments import THINK, AnsweringArguments
     from hf_pretrain.inference.serving import check_ports, serve_model, wait_for_servers
     from hf_pretrain.inference.tools import offer_tools
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class ServingArguments(AnsweringArguments):
+    """Model, server and chat page."""
+
+    host: str = flag("127.0.0.1", "0.0.0.0 admits the whole network.")
+    allowed_hosts: list[str] = flag([], "More names of this machine.")
+    port: int = flag(8000, "TCP port.", bounds="at least 0 and at most 65535")
+    web: bool = flag(False, "Open a chat page in the browser.")
+    web_port: int = flag(7860, "TCP port of the chat page.", bounds="at least 0 and at most 65535")
+    language: str | None = flag(None, "Of the chat page; by default the browser's.", choices=tuple(LANGUAGES))
+    compare: str | None = flag(None, "A second model, shown beside the first; it gets the next port.", names="model")
+    tools: str | None = flag(
+        None, "calculator, or module.path:NAME of functions, which the chat page runs.", names="code"
+    )
+    dtype: str = flag("auto", "auto takes the dtype of the weights.")
+    seed: int | None = flag(None, "Seed of the sampling.")
+
+
+ARGUMENTS = (ServingArguments,)
+
+
+def main(args: ServingArguments) -> None:
     if (args.compare or args.tools) and not args.web:
         raise UserError("--compare and --tools need the chat page. Add --web.")
     if not args.use_cpu:
@@ -60,33 +81,23 @@ def main(args: argparse.Namespace) -> None:
         if args.web:
             check_chat_template(tokenizer)
     thinking, hosts = THINK[args.think], [args.host, *args.allowed_hosts]
-    options = {"host": args.host, "hosts": hosts, "thinking": thinking, "seed": args.seed, "use_cpu": args.use_cpu}
+    options: dict[str, Any] = {
+        "host": args.host,
+        "hosts": hosts,
+        "thinking": thinking,
+        "seed": args.seed,
+        "use_cpu": args.use_cpu,
+    }
     options |= {"dtype": args.dtype, "rope_scaling": args.inference_rope_scaling, "engine": args.engine}
     servers = [serve_model(name, port=number, **options) for name, number in zip(names, ports, strict=True)]
     if args.web:
         host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
         endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        where = {"host": args.host, "port": args.web_port, "hosts": hosts, "language": args.language}
+        where: dict[str, Any] = {"host": args.host, "port": args.web_port, "hosts": hosts, "language": args.language}
         open_page(endpoints, **where, thinking=thinking is not False, tools=tools)
     wait_for_servers(servers)
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    add_model_flags(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 admits the whole network")
-    parser.add_argument("--allowed_hosts", nargs="+", default=[], metavar="NAME", help="more names of this machine")
-    parser.add_argument("--port", type=int, metavar="N", default=8000, help="TCP port")
-    parser.add_argument("--web", action="store_true", help="open a chat page in the browser")
-    parser.add_argument("--web_port", type=int, metavar="N", default=7860, help="TCP port of the chat page")
-    parser.add_argument("--language", choices=tuple(LANGUAGES), help="of the chat page; by default the browser's")
-    parser.add_argument("--compare", help="a second model, shown beside the first; it gets the next port")
-    parser.add_argument("--tools", help="calculator, or module.path:NAME of functions, which the chat page runs")
-    parser.add_argument("--dtype", default="auto", help="auto takes the dtype of the weights")
-    parser.add_argument("--seed", type=int, help="seed of the sampling")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args(translate_minimind(sys.argv[1:], "serve")))
+        main(*parse_flags(*ARGUMENTS, stage="serve"))

@@ -8,20 +8,41 @@ bytes per token on the validation set. With more bytes per token, the same text 
 tokenizer, run `hf upload me/mine out/tokenizer`.
 """
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_pretrain.data.documents import load_documents
+from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.command_line import one_line_errors
-from hf_pretrain.runtime.parser import RecipeParser
+from hf_pretrain.runtime.flags import flag, same_flag
+from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.writing import LOCK_NAME, check_empty, written_whole
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import save_tokenizer
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 
 
-def main(args: argparse.Namespace) -> None:
+@dataclass
+class TokenizerArguments:
+    """Documents and tokenizer."""
+
+    dataset_name: list[str] = same_flag(DataArguments, "dataset_name")
+    text_column: str = same_flag(DataArguments, "text_column")
+    encoding: str = same_flag(DataArguments, "encoding")
+    vocab_size: int = flag(6400, "Entries in total, special tokens included.")
+    output_dir: str = flag("out/tokenizer", "Directory of the tokenizer.")
+    streaming: bool = flag(False, "Train on the first documents of a stream.")
+    validation_fraction: float = same_flag(
+        DataArguments, "validation_fraction", "Share of the documents to measure on."
+    )
+    max_rejected_ratio: float = same_flag(DataArguments, "max_rejected_ratio", "Largest share of bad lines.")
+
+
+ARGUMENTS = (TokenizerArguments,)
+
+
+def main(args: TokenizerArguments) -> None:
     check_empty(args.output_dir, "--output_dir")
     output_dir = Path(args.output_dir)
     names = ("text_column", "encoding", "streaming", "validation_fraction", "max_rejected_ratio")
@@ -42,20 +63,6 @@ def main(args: argparse.Namespace) -> None:
         print(f"{num_bytes / num_tokens:.3f} bytes per token on {len(texts)} validation documents")
 
 
-def make_parser() -> RecipeParser:
-    parser = RecipeParser(description=__doc__)
-    sources = "one or more of embedded[:part], a path, glob or directory, a Hub id name:config@revision"
-    parser.add_argument("--dataset_name", nargs="+", default=["embedded"], help=sources)
-    parser.add_argument("--text_column", default="text", help="key or column that holds the text")
-    parser.add_argument("--encoding", default="utf-8", help="encoding of the files, e.g. gb18030")
-    parser.add_argument("--vocab_size", type=int, default=6400, help="entries in total, special tokens included")
-    parser.add_argument("--output_dir", default="out/tokenizer", help="directory of the tokenizer")
-    parser.add_argument("--streaming", action="store_true", help="train on the first documents of a stream")
-    parser.add_argument("--validation_fraction", type=float, default=0.01, help="share of the documents to measure on")
-    parser.add_argument("--max_rejected_ratio", type=float, default=0.01, help="largest share of bad lines")
-    return parser
-
-
 if __name__ == "__main__":
     with one_line_errors():
-        main(make_parser().parse_args())
+        main(*parse_flags(*ARGUMENTS))

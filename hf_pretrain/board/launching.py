@@ -1,10 +1,8 @@
 """Commands of the board: words from a form, and processes that outlive the board."""
 
-import argparse
 import asyncio
 import codecs
 import io
-import json
 import os
 import re
 import shlex
@@ -32,24 +30,34 @@ from ..runtime.writing import LOCK_NAME, find_holder, read_holder, write_holder
 from ..training.parsing import read_defaults
 
 
-# The flags that people change, by group, with their names for people. Parsers know their helps, choices and defaults.
-FORM: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("form.json").read_text(encoding="utf-8"))
-FLAGS = tuple(flag for group in FORM.values() for flag in group)
+# The groups of the form.
+GROUPS = ["What to train", "Duration", "More about the data", "Optimization", "Adapter"]
+GROUPS += ["Logs and checkpoints", "Machine"]
+# Where the form shows flags of `hf-pretrain` itself.
+_LAUNCH_FLAGS = {"nproc": {"form": "Machine: Processes"}, "ds": {"form": "Machine: DeepSpeed config"}}
 CHAT_NAME = "chat.json"
 _RESUMED = ["--resume_from_checkpoint", "auto"]
 _STREAMS: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
 
 
-def read_flags() -> dict[str, dict[str, argparse.Action]]:
-    """Return the flags of each stage whose extra is installed."""
+def read_flags() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what the form's flags state, and their actions, for each stage whose extra is installed."""
     flags = {}
     for stage in hf_pretrain_cli.STAGES:
         # The recipe says which extra is missing, and exits.
         with suppress(SystemExit), redirect_stderr(io.StringIO()):
             recipe = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")
-            actions = [*recipe._actions, *hf_pretrain_cli.make_parser()._actions]
-            flags[stage] = {action.dest: action for action in reversed(actions) if action.dest in FLAGS}
+            known = [*recipe._actions, *hf_pretrain_cli.make_parser()._actions]
+            # `--no_x`, another spelling of `--x false`, comes later.
+            actions = {action.dest: action for action in reversed(known)}
+            stated = {name: about for name, about in recipe.flags.items() if "form" in about} | _LAUNCH_FLAGS
+            flags[stage] = {name: about | {"action": actions[name]} for name, about in stated.items()}
     return flags
+
+
+def takes_list(flag: dict[str, Any]) -> bool:
+    """Return whether a flag takes several words."""
+    return flag["action"].nargs in ("+", "*")
 
 
 def find_defaults(stage: str, preset: str) -> dict[str, Any]:
@@ -63,28 +71,28 @@ def find_defaults(stage: str, preset: str) -> dict[str, Any]:
 
 
 def make_words(
-    actions: dict[str, argparse.Action], stage: str, preset: str, name: str, values: Sequence[str], more: str
+    flags: dict[str, dict[str, Any]], stage: str, preset: str, name: str, values: dict[str, str], more: str
 ) -> list[str]:
     """
     Return the words after `hf-pretrain` of a filled form.
 
     Args:
-        actions (`dict`): the flags of the stage.
+        flags (`dict`): the flags of the stage.
         stage, preset, name (`str`): the stage, the preset, and the directory below `out/`.
-        values (`Sequence[str]`): the values of `FLAGS`; empty ones are left out.
+        values (`dict[str, str]`): the values of the form's flags; empty ones are left out.
         more (`str`): more flags, as a shell reads them.
     """
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise UserError("Use letters, digits, and . _ - for the name.")
     words = [stage, *(["--preset", preset] if preset else [])]
-    for flag, value in zip(FLAGS, values, strict=True):
-        if value and flag in actions:
-            words += [f"--{flag}", *(shlex.split(value) if actions[flag].nargs in ("+", "*") else [value])]
+    for flag, value in values.items():
+        if value and flag in flags:
+            words += [f"--{flag}", *(shlex.split(value) if takes_list(flags[flag]) else [value])]
     return [*words, *shlex.split(more), "--output_dir", f"out/{name}"]
 
 
-def read_words(actions: dict[str, argparse.Action], words: Sequence[str]) -> tuple[str, list[str], str]:
-    """Return the preset, the values of `FLAGS` and the other flags of a form, for the words after a stage."""
+def read_words(flags: dict[str, dict[str, Any]], words: Sequence[str]) -> tuple[str, dict[str, str], str]:
+    """Return the preset, the values of the form's flags and the other flags, for the words after a stage."""
     given: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--") or not given:
@@ -94,10 +102,10 @@ def read_words(actions: dict[str, argparse.Action], words: Sequence[str]) -> tup
             values.append(word)
     given.pop("output_dir", None)
     preset = given.pop("model_preset", given.pop("preset", [""]))[0]
-    known = {flag: given.pop(flag) or ["true"] for flag in FLAGS if flag in given and flag in actions}
-    join = {flag: shlex.join if actions[flag].nargs in ("+", "*") else " ".join for flag in known}
+    known = {flag: given.pop(flag) or ["true"] for flag in flags if flag in given}
     more = shlex.join(word for flag, values in given.items() for word in (f"--{flag}", *values))
-    return preset, [join[flag](known[flag]) if flag in known else "" for flag in FLAGS], more
+    texts = {flag: (shlex.join if takes_list(flags[flag]) else " ".join)(values) for flag, values in known.items()}
+    return preset, texts, more
 
 
 def evaluation_words(run: Path, tasks: str, data: str, more: str) -> list[str]:
@@ -192,9 +200,10 @@ def recorded_words(directory: Path) -> list[str]:
 def _check_no_code(stage: str, flags: list[str]) -> None:
     """Raise `UserError` if flags, or the file of `--config`, name code of the user."""
     flags = translate_minimind(flags, stage)
-    typed, _ = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_known_args(flags)
+    parser = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")
+    typed, _ = parser.parse_known_args(flags)
     for values in (vars(typed), read_defaults(Path(typed.config)) if typed.config else {}):
-        names_code = any(values.get(name) for name in ("tools", "eval_tasks_path", "trust_remote_code"))
+        names_code = any(values.get(name) for name, about in parser.flags.items() if about.get("names") == "code")
         if names_code or ":" in str(values.get("rewards")):
             raise UserError("Its command names code or tasks of your own. Resume it in a terminal.")
 

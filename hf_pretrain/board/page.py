@@ -22,7 +22,7 @@ from ..runtime.writing import find_holder, read_holder
 from ..weights.exporting import EXPORT_FORMATS
 from ..weights.gguf import GGUF_TYPES
 from . import launching, runs
-from .launching import FLAGS, FORM, answers, find_defaults, make_words, run_command
+from .launching import GROUPS, answers, find_defaults, make_words, run_command
 from .runs import OUT
 
 
@@ -30,8 +30,6 @@ with needing_extra("web", "The board needs gradio"):
     import gradio as gr
 
 _SECONDS = 2.0
-# Endings of the flags that name data or models, of which the form lists those that are there.
-_NAMES = ("dataset_name", "name_or_path")
 CSS = Path(__file__).with_name("board.css").read_text(encoding="utf-8")
 
 
@@ -168,18 +166,15 @@ def _link(name: str, t: Translation) -> str:
     return f'<a href="{url}" target="_blank" rel="noopener">{t("Open the chat")}</a>' if answers(url) else ""
 
 
-def _make_field(flag: str, label: str, flags: dict[str, Any], info: str | None) -> gr.Dropdown | gr.Textbox:
+def _make_field(name: str, flag: dict[str, Any], t: Translation, info: str | None) -> gr.Dropdown | gr.Textbox:
     """Return the field of a flag. If it is empty, the flag is left out."""
-    action = next((actions[flag] for actions in flags.values() if flag in actions), None)
-    if action is None:
-        # Its stages need an extra that is not installed.
-        return gr.Textbox(visible=False)
     # gradio takes two asterisks for emphasis, and knows no way to escape them. This letter looks alike.
-    info = (info or (action.help or "").replace("%%", "%")).replace("*", "∗")
-    about: dict[str, Any] = {"label": label, "info": f"{info} `--{flag}`", "elem_id": f"flag-{flag}", "min_width": 280}
-    if _words(action) or flag.endswith(_NAMES):
+    info = (info or (flag["action"].help or "").replace("%%", "%")).replace("*", "∗")
+    label, info = t(flag["form"].partition(": ")[2]), f"{info} `--{name}`"
+    about: dict[str, Any] = {"label": label, "info": info, "elem_id": f"flag-{name}", "min_width": 280}
+    if _words(flag["action"]) or "names" in flag:
         # Its first choice is the default.
-        return gr.Dropdown([""], value="", allow_custom_value=flag.endswith(_NAMES), **about)
+        return gr.Dropdown([""], value="", allow_custom_value="names" in flag, **about)
     return gr.Textbox(**about)
 
 
@@ -190,20 +185,21 @@ def _words(action: Any) -> list[str]:
 
 
 def _add_form(opened: list[Any], tabs: gr.Tabs, chosen: gr.Radio, handlers: "_Form") -> None:
-    t, flags = handlers.t, handlers.flags
+    t = handlers.t
     # While the board answers, the last change waits. By default, gradio would drop it.
     quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
     with gr.Row():
-        stage = gr.Dropdown(list(flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
+        stage = gr.Dropdown(list(handlers.flags), value="pretrain", label=t("Stage"), elem_id="stage", min_width=200)
         presets: list[Any] = ["auto", *PRESETS, (t("none"), "")]
         preset = gr.Dropdown(presets, value="auto", label=t("Preset"), elem_id="preset", min_width=200)
         name = gr.Textbox("", label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
         earlier = gr.Dropdown([], label=t("Fill in from a run"), elem_id="earlier", min_width=200)
     chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if handlers.language == "zh" else {}
-    fields = []
-    for number, (group, labels) in enumerate(FORM.items()):
+    fields: list[Any] = []
+    for number, group in enumerate(GROUPS):
         with gr.Accordion(t(group), open=number == 0, elem_id=f"group-{number}"), gr.Row():
-            fields += [_make_field(flag, t(label), flags, chinese.get(flag)) for flag, label in labels.items()]
+            names = [name for name, flag in handlers.fields.items() if flag["form"].startswith(group)]
+            fields += [_make_field(name, handlers.fields[name], t, chinese.get(name)) for name in names]
     more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
     with gr.Row():
@@ -240,6 +236,9 @@ class _Form:
 
     def __init__(self, flags: dict[str, Any], language: str, t: Translation):
         self.flags, self.language, self.t = flags, language, t
+        fields = {name: flag for stage in flags.values() for name, flag in stage.items()}
+        # In the order of the form.
+        self.fields = dict(sorted(fields.items(), key=lambda each: GROUPS.index(each[1]["form"].split(": ")[0])))
 
     def choose(self, stage: str, preset: str) -> list[Any]:
         """Show the flags of a stage with the defaults of a preset, propose a name that is free, and list the runs."""
@@ -247,16 +246,16 @@ class _Form:
         base = Path(str(defaults.get("output_dir", stage))).name
         names = (base if number == 1 else f"{base}-{number}" for number in count(1))
         free = next(each for each in names if not (OUT / each).exists())
-        fields = (self._update(flag, self.flags[stage], defaults) for flag in FLAGS)
+        fields = (self._update(name, self.flags[stage].get(name), defaults) for name in self.fields)
         return [free, gr.update(choices=runs.find_runs()), *fields]
 
-    def _update(self, flag: str, actions: dict[str, Any], defaults: dict[str, Any]) -> Any:
-        if flag not in actions:
+    def _update(self, name: str, flag: dict[str, Any] | None, defaults: dict[str, Any]) -> Any:
+        if flag is None:
             return gr.update(visible=False, value="")
-        value = defaults.get(flag, actions[flag].default)
+        value = defaults.get(name, flag["action"].default)
         text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
         text = text and f"{self.t('default')}: {text}"
-        if words := runs.find_names(flag) or _words(actions[flag]):
+        if words := runs.find_names(flag.get("names")) or _words(flag["action"]):
             return gr.update(visible=True, choices=[(text, ""), *((word, word) for word in words)])
         return gr.update(visible=True, placeholder=text)
 
@@ -265,11 +264,12 @@ class _Form:
         with _shown_errors(self.t):
             stage, *words = launching.recorded_words(OUT / _check_chosen(name, self.t))
         preset, values, more = launching.read_words(self.flags[stage], words)
-        return [stage, preset, more, *values]
+        return [stage, preset, more, *(values.get(name, "") for name in self.fields)]
 
     def _read(self, stage: str, preset: str, name: str, more: str, *values: str) -> list[str]:
         with _shown_errors(self.t):
-            return make_words(self.flags[stage], stage, preset, name, values, more)
+            named = dict(zip(self.fields, values, strict=True))
+            return make_words(self.flags[stage], stage, preset, name, named, more)
 
     def show_command(self, *values: str) -> str:
         """Return the command."""

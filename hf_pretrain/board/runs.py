@@ -35,16 +35,17 @@ def find_runs() -> list[str]:
     return [name for name in names if name.isprintable()]
 
 
-def find_names(flag: str) -> list[str]:
-    """Return names for a flag of data, or of a model, that are there: runs, and files in at most one directory."""
-    if flag.endswith("name_or_path"):
+def find_names(kind: str | None) -> list[str]:
+    """Return names of a `model` or `dataset` that are there: runs, and files in at most one directory."""
+    if kind == "model":
         models = (f"out/{name}" for name in find_runs() if any((OUT / name).glob("model*.safetensors")))
         return [*models, "embedded:smollm2"]
+    if kind != "dataset":
+        return []
     found = sorted(path for place in ("*", "*/*") for path in Path().glob(place) if path.suffix in EXTENSIONS)
     # Models and runs hold other files.
     data = [str(path) for path in found if not (path.parent / "config.json").exists() and path.parts[0] != OUT.name]
-    names = ["embedded", *(shlex.quote(name) for name in data[:100] if name.isprintable())]
-    return names if flag.endswith("dataset_name") else []
+    return ["embedded", *(shlex.quote(name) for name in data[:100] if name.isprintable())]
 
 
 def stamp(directory: Path) -> tuple[int, ...]:

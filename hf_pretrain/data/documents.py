@@ -21,7 +21,6 @@ from datasets import Dataset, Features, IterableDataset, Value, concatenate_data
 
 from ..rows.caching import cache_key, count_processes
 from ..rows.reading import Reading
-from ..runtime.bounds import check_bounds
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.names import public_name
@@ -112,12 +111,10 @@ def load_documents(
 
     Raises:
         `UserError`: if a name leads to no data or only to bad data, a file cannot be read, too many lines are bad, or
-            a choice is out of range.
+            the weights do not fit the names.
         `ImportError`: if a package that holds data or decompresses them is not installed.
     """
     fraction, weights, num_proc = reading.validation_fraction, reading.dataset_weights, reading.num_proc
-    check_bounds({"validation_fraction": fraction, "train_fraction": reading.train_fraction})
-    check_bounds({"dataset_weights": weights})
     if weights is not None and len(weights) != len(dataset_names):
         raise UserError(f"dataset_weights={weights} must be {len(dataset_names)} numbers above 0, one for each name.")
     rejected = RejectedLines(reading.max_rejected_ratio, rejected_path)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.hf_argparser import HfArg
 
 from ..checkpoints.directory import find_newest_run
 from ..rows.chat_arguments import ChatArguments
 from ..rows.preparation import PreparedData, load_rows
 from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
+from ..runtime.flags import flag
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole
 from ..training.evaluation_arguments import check_whole_model
@@ -44,10 +44,8 @@ def expand_tasks(names: str) -> list[str]:
 class ValidationArguments(ChatArguments):
     """Validation set: text or conversations, as the model was trained on."""
 
-    dataset_kind: str | None = HfArg(
-        default=None,
-        help="Records: text, by default of base models; or conversations.",
-        metadata={"choices": ("auto", "text")},
+    dataset_kind: str | None = flag(
+        None, "Records: text, by default of base models; or conversations.", choices=("auto", "text")
     )
 
 
@@ -66,22 +64,18 @@ class EvaluationArguments(LMTrainingArguments):
     # There is no run to plan and nothing to train on, so these are no flags here.
     dry_run: bool = field(default=False, init=False)
     preview: int = field(default=0, init=False)
-    output_dir: str | None = HfArg(
-        default=None, help="The run to evaluate without --model_name_or_path; by default the newest one in out/."
+    output_dir: str | None = flag(
+        None, "The run to evaluate without --model_name_or_path; by default the newest one in out/."
     )
-    results_dir: str | None = HfArg(default=None, help="Place of the results; by default the model's.")
-    tasks: str | None = HfArg(
-        default=None, help=f"Tasks of lm-eval, {TASK}, or {' or '.join(GROUPS)}, separated by commas."
+    results_dir: str | None = flag(None, "Place of the results; by default the model's.")
+    tasks: str | None = flag(None, f"Tasks of lm-eval, {TASK}, or {' or '.join(GROUPS)}, separated by commas.")
+    apply_chat_template: bool | None = flag(
+        None, "Put questions of tasks into the chat template; by default, except for base models."
     )
-    apply_chat_template: bool | None = HfArg(
-        default=None, help="Put questions of tasks into the chat template; by default, except for base models."
-    )
-    include_path: list[str] | None = HfArg(default=None, help="Directories with further task YAMLs.")
-    num_fewshot: int | None = HfArg(default=None, help="Examples before each question of a task.")
-    limit: float | None = HfArg(default=None, help="Number of examples per task, or a share if below 1.")
-    loss_by_position: bool = HfArg(
-        default=False, help="Also measure the loss by position in the document, with and without YaRN."
-    )
+    include_path: list[str] | None = flag(None, "Directories with further task YAMLs.")
+    num_fewshot: int | None = flag(None, "Examples before each question of a task.")
+    limit: float | None = flag(None, "Number of examples per task, or a share if below 1.", bounds="above 0")
+    loss_by_position: bool = flag(False, "Also measure the loss by position in the document, with and without YaRN.")
 
     def __post_init__(self):
         # In a training config, --output_dir names the run to evaluate. `find_model` later sets it to the directory of

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.devices import default_device_type, refuse_unused_gpu
 from ..runtime.errors import UserError
+from ..runtime.flags import flag, same_flag
 from ..runtime.names import is_gguf
-from ..runtime.parser import RecipeParser
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import load_tokenizer
 from .engine import Engine, LlamaCppEngine
@@ -24,58 +25,57 @@ from .llama_cpp import NUM_SEQUENCES, LlamaCppModel
 from .terminal_chat import is_base_model
 
 
-# What the settings of the sampling do.
-_SAMPLING = {
-    "temperature": "divisor of the logits; 0 takes the most probable token",
-    "top_p": "sample from the likeliest tokens with this probability in all",
-    "top_k": "sample from this many of the likeliest tokens",
-    "repetition_penalty": "above 1, tokens repeat less often",
-}
 # Values of `--think`. With `None`, the chat template decides.
 THINK = {"on": True, "off": False, None: None}
 
 
-def add_model_flags(parser: RecipeParser) -> None:
-    """Add the flags that choose the model, and whether it reasons."""
-    parser.add_argument("--model_name_or_path", help="directory or Hub id; by default the newest run in out/")
-    parser.add_argument(
-        "--think", choices=("on", "off"), help="reason before answering; by default the chat template decides"
+@dataclass
+class AnsweringArguments:
+    """Model, and what runs it."""
+
+    model_name_or_path: str | None = flag(
+        None, "Directory or Hub id; by default the newest run in out/.", names="model"
     )
-    parser.add_argument("--use_cpu", action="store_true", help="do not use the accelerator")
-    parser.add_argument(
-        "--engine",
+    think: str | None = flag(
+        None, "Reason before answering; by default the chat template decides.", choices=("on", "off")
+    )
+    use_cpu: bool = flag(False, "Do not use the accelerator.")
+    engine: str | None = flag(
+        None,
+        "What generates; by default llama.cpp on a CPU for every model that it can run.",
         choices=("llama.cpp", "transformers"),
-        help="what generates; by default llama.cpp on a CPU for every model that it can run",
     )
-    # As the other recipes have it.
-    metadata = ModelArguments.__dataclass_fields__["inference_rope_scaling"].metadata
-    parser.add_argument("--inference_rope_scaling", metavar="LENGTH:FACTOR", **metadata)
+    inference_rope_scaling: str | None = same_flag(ModelArguments, "inference_rope_scaling")
 
 
-def make_inference_parser(description: str) -> RecipeParser:
-    """Return a parser of the flags that choose the model and how it samples."""
-    parser = RecipeParser(description=description)
-    add_model_flags(parser)
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="limit of one answer")
-    parser.add_argument(
-        "--raw",
+def _sampling_flag(name: str, text: str, **facts: Any) -> Any:
+    return flag(None, f"{text}; by default the model's own, or {DEFAULT_SAMPLING[name]:g}.", **facts)
+
+
+@dataclass
+class SamplingArguments(AnsweringArguments):
+    """Model, and how it answers."""
+
+    max_new_tokens: int = flag(512, "Limit of one answer.", bounds="at least 1")
+    raw: bool = flag(
+        None,
+        "Continue the text instead of answering; by default only with base models.",
         action=argparse.BooleanOptionalAction,
-        help="continue the text instead of answering; by default only with base models",
     )
-    for name, value in DEFAULT_SAMPLING.items():
-        text = f"{_SAMPLING[name]}; by default the model's own, or {value:g}"
-        parser.add_argument(f"--{name}", type=type(value), help=text)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    return parser
+    temperature: float | None = _sampling_flag("temperature", "Divisor of the logits; 0 takes the most probable token")
+    top_p: float | None = _sampling_flag("top_p", "Sample from the likeliest tokens with this probability in all")
+    top_k: int | None = _sampling_flag("top_k", "Sample from this many of the likeliest tokens")
+    repetition_penalty: float | None = _sampling_flag("repetition_penalty", "Above 1, tokens repeat less often")
+    seed: int = flag(0, "Seed of the sampling.")
 
 
 def load_for_inference(
-    args: argparse.Namespace, *, num_sequences: int = 1
+    args: SamplingArguments, *, num_sequences: int = 1
 ) -> tuple[PreTrainedModel | LlamaCppModel, PreTrainedTokenizerFast]:
     """
     Return the model, which gives `num_sequences` answers at once, and the tokenizer that the flags name, and seed the
     sampling. Complete `model_name_or_path`, the newest run by default, `raw`, which is on by default for base models,
-    and the settings of the sampling. Turn `think` into a boolean or `None`.
+    and the settings of the sampling.
     """
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
@@ -90,7 +90,6 @@ def load_for_inference(
     for setting, value in (DEFAULT_SAMPLING | own_sampling(model.generation_config)).items():
         if vars(args)[setting] is None:
             setattr(args, setting, value)
-    args.think = THINK[args.think]
     args.raw = is_base_model(name, model, tokenizer) if args.raw is None else args.raw
     answering = with_engine(model, args.engine, num_sequences=num_sequences)
     set_seed(args.seed)
@@ -122,7 +121,7 @@ def with_engine(model: Any, engine: str | None, *, num_sequences: int = 1) -> An
     return answering
 
 
-def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+def sampling_options(args: SamplingArguments) -> dict[str, Any]:
     """Return the settings of the sampling, as [`~inference.terminal_chat.settle_sampling`] takes them."""
     return {name: vars(args)[name] for name in ("max_new_tokens", *DEFAULT_SAMPLING)}
 

@@ -24,8 +24,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..run_directory.directory import RunDirectory
 from ..run_directory.history import trained_on_text
-from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError
+from ..runtime.flags import check_number
 from ..runtime.names import split_hub_name
 from ..tokenizer.control_tokens import check_chat_template, encode_documents, encode_prompt
 from .tools import MAX_TOOL_ROUNDS, call_tool
@@ -184,7 +184,7 @@ class Chat:
         name, _, value = line.partition(" ")
         value = value.strip()
         if name == "/temperature" and value:
-            check_bounds({"temperature": (temperature := float(value))})
+            check_number("--temperature", temperature := float(value))
             self.sampling = self.sampling | {"temperature": temperature}
             return f"temperature: {temperature:g}"
         if name == "/reset":

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.hf_argparser import HfArg
 from transformers.utils import GENERATION_CONFIG_NAME, is_peft_available, logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, needing_extra
+from ..runtime.flags import content_flag
 from ..runtime.json_files import read_json
 from ..runtime.named import load_named
 from ..runtime.names import is_path, may_be_checkpoint
@@ -46,16 +46,24 @@ class AdapterArguments:
     TRL's `ModelConfig` has fields with the same names.
     """
 
-    use_peft: bool = HfArg(default=False, help="Train a LoRA adapter, and freeze the model's weights.")
-    lora_r: int = HfArg(default=16, help="Rank of the adapter, also for each stacked expert.")
-    lora_alpha: int = HfArg(default=32, help="The adapter's output is multiplied by lora_alpha / lora_r.")
-    lora_dropout: float = HfArg(default=0.0, help="Dropout on the adapter's input; 0 with stacked experts.")
-    lora_target_modules: list[str] | None = HfArg(
-        default=None, help=f"One or more of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))}; by default all."
+    use_peft: bool = content_flag(
+        False, "Train a LoRA adapter, and freeze the model's weights.", form="Adapter: Train an adapter"
     )
-    use_dora: bool = HfArg(default=False, help="With --use_peft, train DoRA instead of LoRA; not for stacked experts.")
-    load_in_4bit: bool = HfArg(
-        default=False, help="Keep frozen linear layers in 4 bits (QLoRA); needs CUDA and bitsandbytes."
+    lora_r: int = content_flag(
+        16, "Rank of the adapter, also for each stacked expert.", bounds="at least 1", form="Adapter: Rank"
+    )
+    lora_alpha: int = content_flag(
+        32, "The adapter's output is multiplied by lora_alpha / lora_r.", bounds="at least 1"
+    )
+    lora_dropout: float = content_flag(
+        0.0, "Dropout on the adapter's input; 0 with stacked experts.", bounds="at least 0 and below 1"
+    )
+    lora_target_modules: list[str] | None = content_flag(
+        None, f"One or more of {', '.join(dict.fromkeys(MODULES + EXPERT_PARAMETERS))}; by default all."
+    )
+    use_dora: bool = content_flag(False, "With --use_peft, train DoRA instead of LoRA; not for stacked experts.")
+    load_in_4bit: bool = content_flag(
+        False, "Keep frozen linear layers in 4 bits (QLoRA); needs CUDA and bitsandbytes."
     )
 
     def __post_init__(self):

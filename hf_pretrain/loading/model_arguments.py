@@ -11,7 +11,6 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.distributed import DistributedConfig
-from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from ..model.configuration_minimind import MiniMindConfig, check_fields
@@ -19,7 +18,8 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import check_choices, hint
+from ..runtime.flags import check_flags, content_flag, flag, ignored_flag
+from ..runtime.names import hint
 from ..runtime.parser import ConfigLoader
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import add_words, check_tokenizer, find_tokenizer, load_tokenizer
@@ -98,38 +98,42 @@ def with_yarn(config: MiniMindConfig, text: str) -> MiniMindConfig:
 class ModelArguments:
     """Model (a preset or a checkpoint), tokenizer and attention implementation."""
 
-    model_preset: str | None = HfArg(
-        default=None,
-        help="The model and its YAML file. By default auto: minimind2-small on an NVIDIA GPU, tiny elsewhere.",
+    model_preset: str | None = content_flag(
+        None,
+        "The model and its YAML file. By default auto: minimind2-small on an NVIDIA GPU, tiny elsewhere.",
         aliases=["--preset"],
-        metadata={"choices": ("auto", *PRESETS)},
+        choices=("auto", *PRESETS),
     )
-    model_name_or_path: str | None = HfArg(
-        default=None, help="Start from the weights of this directory, Hub id or GGUF file, or embedded:smollm2."
+    model_name_or_path: str | None = content_flag(
+        None,
+        "Start from the weights of this directory, Hub id or GGUF file, or embedded:smollm2.",
+        names="model",
+        form="What to train: Model to start from",
     )
-    config_overrides: str | None = HfArg(
-        default=None, help="Config fields that override the preset: num_hidden_layers=4,hidden_size=128"
+    config_overrides: str | None = content_flag(
+        None, "Config fields that override the preset: num_hidden_layers=4,hidden_size=128"
     )
-    tokenizer_name_or_path: str | None = HfArg(
-        default=None, help="Tokenizer directory or Hub id. By default the run trains one on the data and saves it."
+    tokenizer_name_or_path: str | None = content_flag(
+        None, "Tokenizer directory or Hub id. By default the run trains one on the data and saves it.", names="model"
     )
-    add_tokens: str | None = HfArg(
-        default=None, help="Text file with a token per line, which the run adds to the tokenizer and the model."
+    add_tokens: str | None = content_flag(
+        None, "Text file with a token per line, which the run adds to the tokenizer and the model."
     )
-    vocab_size: int = HfArg(default=6400, help="Number of entries of the tokenizer that the run trains.")
-    attn_implementation: str = HfArg(
-        default="auto",
-        help="auto (the same as packed), packed, eager, sdpa or flex_attention.",
-        metadata={"choices": ("auto", "packed", "eager", "sdpa", "flex_attention")},
+    vocab_size: int = content_flag(6400, "Number of entries of the tokenizer that the run trains.")
+    attn_implementation: str = ignored_flag(
+        "auto",
+        "auto (the same as packed), packed, eager, sdpa or flex_attention.",
+        choices=("auto", "packed", "eager", "sdpa", "flex_attention"),
     )
-    inference_rope_scaling: str | None = HfArg(
-        default=None,
-        help=f"Extend the positions with YaRN: trained length and factor, by default {MINIMIND_YARN}.",
-        metadata={"nargs": "?", "const": MINIMIND_YARN},
+    inference_rope_scaling: str | None = flag(
+        None,
+        f"Extend the positions with YaRN: trained length and factor, by default {MINIMIND_YARN}.",
+        nargs="?",
+        const=MINIMIND_YARN,
     )
 
     def __post_init__(self):
-        check_choices(self)
+        check_flags(self)
         # Name a mistake now, not after the preparation of the data.
         _ = self.overrides
         # A shell expands `~` on the command line, but not in a YAML file.

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from ..run_directory.directory import RunDirectory
 from ..run_directory.history import RunHistory
 from ..run_directory.metrics import METRICS, Metric, named_figures
+from ..runtime.flags import library_flag
 from ..runtime.texts import LANGUAGES, Translation, translation
 from ..runtime.writing import written_whole
 
@@ -45,11 +46,6 @@ _CHARTS = (
 )
 _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 _X_LABELS = {"tokens": "tokens (millions)", "minutes": "minutes of training"}
-# Arguments that differ between any two runs and do not explain their results.
-_INCIDENTAL = (
-    *("output_dir", "logging_dir", "run_name", "local_rank", "hub_model_id", "resume_from_checkpoint"),
-    *("preview", "disable_tqdm", "remove_unused_columns"),
-)
 
 environment = Environment(loader=PackageLoader("hf_pretrain", ""), autoescape=True, trim_blocks=True)
 
@@ -112,7 +108,7 @@ def find_differences(runs: list[RunHistory]) -> dict[str, list[Any]]:
         # The launch names the number of processes, the device and the precision.
         launch = {name: run.last_launch[name] for name in ("launcher", "launch") if name in run.last_launch}
         settings.append(run.arguments | launch | run.last_launch.get("versions", {}))
-    names = dict.fromkeys(name for values in settings for name in values if name not in _INCIDENTAL)
+    names = dict.fromkeys(name for values in settings for name in values if "incidental" not in library_flag(name))
     found = {name: [values.get(name) for values in settings] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 

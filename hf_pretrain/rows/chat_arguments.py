@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from transformers.hf_argparser import HfArg
-
-from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError
+from ..runtime.flags import content_flag, flag
 from .data_arguments import DataArguments
 from .encoding import ConversationEncoder
 
@@ -18,32 +16,35 @@ class ChatArguments(DataArguments):
     Conversations are truncated at `max_length` tokens.
     """
 
-    dataset_kind: str = HfArg(
-        default="auto",
-        help="Kind of the records: conversations, whose fields tell their form (auto), or text.",
-        metadata={"choices": ("auto", "text")},
+    dataset_kind: str = content_flag(
+        "auto",
+        "Kind of the records: conversations, whose fields tell their form (auto), or text.",
+        choices=("auto", "text"),
     )
-    chat_template: str | None = HfArg(
-        default=None, help="Jinja file that replaces the tokenizer's chat template; or minimind, MiniMind's template."
+    chat_template: str | None = content_flag(
+        None, "Jinja file that replaces the tokenizer's chat template; or minimind, MiniMind's template."
     )
-    enable_thinking: bool | None = HfArg(
-        default=None, help="Variable of the chat template; false puts an empty <think> block in front of each answer."
+    enable_thinking: bool | None = content_flag(
+        None, "Variable of the chat template; false puts an empty <think> block in front of each answer."
     )
-    add_system_ratio: float = HfArg(
-        default=0.0, help="Share of the training conversations with a random system message, e.g. 0.2."
+    add_system_ratio: float = flag(
+        0.0,
+        "Share of the training conversations with a random system message, e.g. 0.2.",
+        bounds="at least 0 and at most 1",
     )
-    empty_think_ratio: float | None = HfArg(
-        default=None, help="Share of the training conversations with empty <think> blocks, e.g. 0.2."
+    empty_think_ratio: float | None = flag(
+        None,
+        "Share of the training conversations with empty <think> blocks, e.g. 0.2.",
+        bounds="at least 0 and at most 1",
     )
-    train_on: str = HfArg(
-        default="assistant",
-        help="The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
-        metadata={"choices": ("assistant", "last_turn", "all")},
+    train_on: str = content_flag(
+        "assistant",
+        "The loss covers the answers (assistant), only those to the last question (last_turn), or all.",
+        choices=("assistant", "last_turn", "all"),
     )
 
     def __post_init__(self):
         super().__post_init__()
-        check_bounds(vars(self))
         if self.empty_think_ratio is not None and self.enable_thinking is not None:
             raise UserError("--empty_think_ratio and --enable_thinking contradict each other. Leave one of them out.")
 

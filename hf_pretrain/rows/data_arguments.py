@@ -6,9 +6,8 @@ from typing import cast
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerFast
-from transformers.hf_argparser import HfArg
 
-from ..runtime.names import check_choices
+from ..runtime.flags import check_flags, content_flag, flag, ignored_flag
 from .collators import DataCollatorForPackedRows
 from .packing import PACKING_STRATEGIES, PackingReport, prepare_rows
 from .reading import Reading
@@ -18,23 +17,35 @@ from .reading import Reading
 class ReadingArguments:
     """Names of the data, how they are read, and which part of them validates."""
 
-    dataset_name: list[str] = HfArg(
-        default_factory=lambda: ["embedded"],
-        help="One or more of embedded[:part], a file, a glob, a directory, a Hub id "
+    dataset_name: list[str] = content_flag(
+        ["embedded"],
+        "One or more of embedded[:part], a file, a glob, a directory, a Hub id "
         "(name:config[split]@revision), a file on the Hub (owner/name:file.jsonl), or an address (s3://...).",
+        names="dataset",
+        form="What to train: Training data",
     )
-    eval_dataset_name: list[str] | None = HfArg(
-        default=None,
-        help="One or more names of validation data, used whole. The run then trains on all of --dataset_name.",
+    eval_dataset_name: list[str] | None = flag(
+        None,
+        "One or more names of validation data, used whole. The run then trains on all of --dataset_name.",
+        resume="evaluation",
+        names="dataset",
+        form="More about the data: Validation data",
     )
-    validation_fraction: float = HfArg(
-        default=0.01,
-        help="Share of documents for validation without --eval_dataset_name, chosen by a hash of the text or "
+    validation_fraction: float = content_flag(
+        0.01,
+        "Share of documents for validation without --eval_dataset_name, chosen by a hash of the text or "
         "first question.",
+        bounds="at least 0 and below 1",
     )
-    max_rejected_ratio: float = HfArg(default=0.01, help="Largest share of bad lines; rejected.jsonl lists them.")
-    encoding: str = HfArg(default="utf-8", help="Encoding of the files, e.g. gb18030.")
-    columns: list[str] | None = HfArg(default=None, help="Names of columns, OUR=THEIRS, e.g. prompt=question.")
+    max_rejected_ratio: float = ignored_flag(
+        0.01, "Largest share of bad lines; rejected.jsonl lists them.", bounds="at least 0 and at most 1"
+    )
+    encoding: str = content_flag("utf-8", "Encoding of the files, e.g. gb18030.")
+    columns: list[str] | None = content_flag(None, "Names of columns, OUR=THEIRS, e.g. prompt=question.")
+
+    def __post_init__(self):
+        # Reading and packing would fail, too, but only after the tokenizer is trained.
+        check_flags(self)
 
     @property
     def kind(self) -> str:
@@ -59,12 +70,19 @@ class SourceArguments(ReadingArguments):
     # A subclass makes a flag of it.
     chat_template = cast("str | None", None)
 
-    dataset_weights: list[float] | None = HfArg(
-        default=None, help="Sampling weight of each dataset. Without weights, the run concatenates them."
+    dataset_weights: list[float] | None = content_flag(
+        None, "Sampling weight of each dataset. Without weights, the run concatenates them.", bounds="above 0"
     )
-    train_fraction: float = HfArg(default=1.0, help="Share of the training documents to use.")
-    num_proc: int | None = HfArg(
-        default=None, help="Number of processes that read and tokenize large data; by default one per core, up to 8."
+    train_fraction: float = content_flag(
+        1.0,
+        "Share of the training documents to use.",
+        bounds="above 0 and at most 1",
+        form="More about the data: Share of the training data",
+    )
+    num_proc: int | None = ignored_flag(
+        None,
+        "Number of processes that read and tokenize large data; by default one per core, up to 8.",
+        bounds="at least 1",
     )
 
     @property
@@ -76,19 +94,15 @@ class SourceArguments(ReadingArguments):
 class DataArguments(SourceArguments):
     """Text to train on, and its packing into sequences."""
 
-    streaming: bool = HfArg(default=False, help="Read the data while training; needs --max_steps.")
-    text_column: str = HfArg(default="text", help="Column or JSON field that holds the text.")
-    whole_files: bool = HfArg(default=False, help="A .txt file is one document, as a .md file is.")
-    max_length: int = HfArg(default=512, help="Number of tokens per packed sequence.")
-    packing: str = HfArg(
-        default="bfd",
-        help="How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
-        metadata={"choices": PACKING_STRATEGIES},
+    streaming: bool = content_flag(False, "Read the data while training; needs --max_steps.")
+    text_column: str = content_flag("text", "Column or JSON field that holds the text.")
+    whole_files: bool = content_flag(False, "A .txt file is one document, as a .md file is.")
+    max_length: int = flag(512, "Number of tokens per packed sequence.")
+    packing: str = content_flag(
+        "bfd",
+        "How documents share packed sequences: bfd (best fit decreasing), wrapped (text only) or none.",
+        choices=PACKING_STRATEGIES,
     )
-
-    def __post_init__(self):
-        # Packing raises this error, too, but only after the tokenizer is trained.
-        check_choices(self)
 
     def make_collator(self, tokenizer: PreTrainedTokenizerFast) -> DataCollatorForPackedRows:
         """Return a collator that gives all packed sequences one length: torch.compile compiles anew for each other."""

@@ -82,10 +82,8 @@ def refuse_unused_gpu(flag: str) -> None:
         raise UserError(f"{unused} To use the CPU, pass {flag}.")
 
 
-def compile_modules(modules: Iterable[nn.Module], device: torch.device, **options: str) -> None:
-    """Compile modules, each by itself, with the options of `torch.compile`, if the compiler works."""
-    if not can_compile(device, **options):
-        return
+def compile_modules(modules: Iterable[nn.Module], **options: str) -> None:
+    """Compile modules, each by itself, with the options of `torch.compile`."""
     # NOTE: DDP's optimization would split the graph of each layer, and bypass the cache of compiled graphs. Without
     # it, a layer's gradients are reduced while the backward pass of the layer before it runs.
     torch._dynamo.config.optimize_ddp = False

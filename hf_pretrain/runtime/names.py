@@ -1,39 +1,20 @@
 """Parse the names that users give to models and datasets: local paths, and ids on the Hugging Face Hub."""
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .errors import UserError
 
 
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors", ".gguf")
 
-# Flags of LLaMA-Factory, axolotl, and older versions of TRL and transformers.
-_ELSEWHERE = {
-    **dict.fromkeys(("base_model", "model_name"), "model_name_or_path"),
-    **dict.fromkeys(("dataset", "datasets", "dataset_path"), "dataset_name"),
-    **dict.fromkeys(("cutoff_len", "max_seq_length", "max_seq_len", "sequence_len"), "max_length"),
-    **dict.fromkeys(("val_size", "val_set_size"), "validation_fraction"),
-    **{"evaluation_strategy": "eval_strategy", "warmup_ratio": "warmup_steps", "lr_scheduler": "lr_scheduler_type"},
-    **{"group_by_length": "train_sampling_strategy", "num_epochs": "num_train_epochs", "optimizer": "optim"},
-    **{"lora_rank": "lora_r", "lora_target": "lora_target_modules", "micro_batch_size": "per_device_train_batch_size"},
-    **{"pref_beta": "beta", "pref_loss": "loss_type", "template": "chat_template"},
-}
-
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """
-    Return the end of a message that names the known word most similar to `word`, or that begins with it, or the flag
-    that other toolkits call so.
-    """
+    """Return the end of a message that names the known word most similar to `word`, or that begins with it."""
     known = list(known)
-    if (own := _ELSEWHERE.get(word)) in known:
-        return f"; here it is {own}"
     longer = [name for name in known if name.startswith(word) and len(name) < 2 * len(word)]
     # The parts of a long name are similar to those of unrelated ones, such as `use_lora` and `use_dora`.
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.9 if "_" in word else 0.8) or sorted(longer, key=len)
@@ -45,18 +26,6 @@ def check_word(flag: str, word: str, known: Iterable[str]) -> None:
     known = list(known)
     if word not in known:
         raise UserError(f"{flag} {word} is unknown{hint(word, known)}. All: {', '.join(known)}.")
-
-
-def check_choices(arguments: Any) -> None:
-    """
-    Raise `UserError` if a field of a dataclass has a value that is not one of the `choices` in its metadata. The
-    parser of the command line and the shell completion read the same choices.
-    """
-    for field in dataclasses.fields(arguments):
-        value = vars(arguments).get(field.name)
-        if "choices" in field.metadata and value is not None:
-            for word in value if isinstance(value, list) else [value]:
-                check_word(f"--{field.name}", word, field.metadata["choices"])
 
 
 def is_gguf(name: str | Path) -> bool:

@@ -7,32 +7,20 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
-from .bounds import check_bounds
-from .errors import UserError
+from .errors import UserError, as_user_errors
+from .flags import check_bounds, flags_of
 from .named import load_named
 from .names import hint
 from .secret_words import hide_secrets
 
 
-# Flags of transformers and TRL that are often used. `--help` leaves out the others.
-_COMMON = {
-    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_steps", "seed"),
-    *("use_cpu", "fp16", "deepspeed", "activation_checkpointing", "dataloader_num_workers", "eval_on_start"),
-    *("load_best_model_at_end", "metric_for_best_model", "run_name", "push_to_hub", "hub_model_id", "hub_strategy"),
-    "log_level",
-}
-# The arguments that name models or data, by the kind of the repository.
-_REPOSITORIES = {
-    **dict.fromkeys(("model_name_or_path", "tokenizer_name_or_path", "teacher_name_or_path", "compare"), "model"),
-    **dict.fromkeys(("source", "base", "tokenizer"), "model"),
-    **dict.fromkeys(("dataset_name", "eval_dataset_name", "names", "held_out"), "dataset"),
-}
 # Keys of a YAML file whose paths may be relative to the file.
 _DATA_KEYS = ("dataset_name", "eval_dataset_name", "eval_questions", "mixed_in")
 
@@ -55,17 +43,33 @@ class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 class RecipeParser(HfArgumentParser):
     """
-    Parser of dataclasses or of single arguments. It raises [`UserError`] instead of exiting as argparse does.
+    Parser of dataclasses of [`~runtime.flags.flag`]. It raises [`UserError`] instead of exiting as argparse does.
 
     Args:
-        dataclass_types (`tuple[type, ...]`, *optional*): the dataclasses whose fields are the flags.
+        dataclass_types (`tuple[type, ...]`): the dataclasses whose fields are the flags.
     """
 
     def __init__(self, dataclass_types: tuple[type, ...] = (), **kwargs: Any):
-        options: dict[str, Any] = {"formatter_class": FlagFormatter, "allow_abbrev": False}
-        super().__init__(dataclass_types, **options | kwargs)
-        if dataclass_types:
+        self.flags = {name: about for cls in dataclass_types for name, about in flags_of(cls).items()}
+        super().__init__(dataclass_types, formatter_class=FlagFormatter, allow_abbrev=False, **kwargs)
+        self.hides_flags = not self.flags.keys() <= set().union(*map(own_fields, dataclass_types))
+        if self.hides_flags:
             self.add_argument("--help-all", action="help", help="Show all flags, and exit.")
+
+    def add_argument(self, *spellings: Any, **options: Any) -> argparse.Action:
+        """Add a flag, with the options that HfArgumentParser derives from the type of a field."""
+        name = spellings[0].lstrip("-")
+        about = self.flags.get(name, {})
+        options |= {"help": about["help"]} if "help" in about else {}
+        if options.get("action") is argparse.BooleanOptionalAction:
+            options = {key: value for key, value in options.items() if key not in ("type", "nargs", "const")}
+        spelled = about.get("spelled")
+        if spelled is None:
+            return super().add_argument(*spellings, **options)
+        if spelled.startswith("-"):
+            return super().add_argument(spelled, dest=name, **options)
+        del options["required"]
+        return super().add_argument(spelled, **options)
 
     def format_help(self) -> str:
         """Return the flags in one group per dataclass; without `--help-all`, only those that are often used."""
@@ -77,12 +81,21 @@ class RecipeParser(HfArgumentParser):
         actions = {action.dest: action for action in reversed(self._actions)}
         for cls in self.dataclass_types:
             formatter.start_section((inspect.getdoc(cls) or "").partition("\n\n")[0].rstrip("."))
-            names = [field.name for field in dataclasses.fields(cls) if field.init]
-            shown = names if "--help-all" in sys.argv else _COMMON | own_fields(cls)
-            formatter.add_arguments(actions[name] for name in names if name in shown)
+            names, own = [field.name for field in dataclasses.fields(cls) if field.init], own_fields(cls)
+            is_whole = "--help-all" in sys.argv
+            formatter.add_arguments(
+                actions[name] for name in names if is_whole or name in own or "shown" in self.flags[name]
+            )
             formatter.end_section()
-        formatter.add_text("`--flag false` turns a switch off. --help-all shows all flags of the libraries.")
+        more = " --help-all shows all flags of the libraries." if self.hides_flags else ""
+        formatter.add_text(f"`--flag false` turns a switch off.{more}")
         return formatter.format_help()
+
+    def translate(self, argv: list[str], stage: str) -> list[str]:
+        """Return a command line whose flags of MiniMind's script for a stage are ours, if it has unknown flags."""
+        if not stage or not self.parse_known_args(argv)[1]:
+            return argv
+        return load_named("hf_pretrain.runtime.minimind_flags:translate_minimind")(argv, stage)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """
@@ -93,16 +106,30 @@ class RecipeParser(HfArgumentParser):
         if unknown:
             words = [word for word in unknown if word.startswith("--")] or unknown[:1]
             known = [flag.lstrip("-") for action in self._actions for flag in action.option_strings]
-            texts = ", ".join(f"{word!r}{hint(word.lstrip('-').split('=')[0], known)}" for word in hide_secrets(words))
+            texts = ", ".join(
+                f"{word!r}{self.hint(word.lstrip('-').split('=')[0], known)}" for word in hide_secrets(words)
+            )
             raise UserError(f"Unknown argument {texts}. `--help` lists the flags.")
         for name, value in vars(namespace).items():
             # A variable of the shell may be unset. `Path("")` would be the working directory.
             if value == "" and self.get_default(name) != "":
                 raise UserError(f"--{name} is empty. Give it a value, or leave the flag out.")
-            if name in _REPOSITORIES:
-                setattr(namespace, name, _download(value, _REPOSITORIES[name]))
-        check_bounds(vars(namespace))
+            if self.flags[name].get("names") in ("model", "dataset"):
+                setattr(namespace, name, _download(value, self.flags[name]["names"]))
+        check_bounds(self.flags, vars(namespace))
         return namespace
+
+    def parse(self, argv: list[str] | None = None) -> tuple[Any, ...]:
+        """Parse a command line, by default that of the process, into an instance of each dataclass."""
+        values = vars(self.parse_args(argv))
+        # transformers and TRL refuse values here, too.
+        with as_user_errors():
+            return self.parse_dict(values)
+
+    def hint(self, word: str, known: Collection[str]) -> str:
+        """Return the end of a message that names the known flag that other toolkits call so, or the most similar."""
+        own = next((name for name, about in self.flags.items() if word in about.get("also", "").split()), None)
+        return f"; here it is {own}" if own in known else hint(word, known)
 
     def error(self, message: str) -> NoReturn:
         # argparse names all spellings of a flag. The last one that has no dashes is the usual one.
@@ -127,14 +154,21 @@ def own_fields(cls: type) -> set[str]:
 
 def recipe_parser(path: str | Path) -> RecipeParser:
     """
-    Return the parser of a recipe, without running the recipe. A recipe names its dataclasses in `ARGUMENTS`, or makes
-    a parser of single arguments in `make_parser`.
+    Return the parser of a recipe, without running the recipe. A recipe names its dataclasses in `ARGUMENTS`.
 
     Raises:
         `SystemExit`: if the recipe needs an extra that is not installed.
     """
-    recipe = runpy.run_path(str(path))
-    return RecipeParser(recipe["ARGUMENTS"]) if "ARGUMENTS" in recipe else recipe["make_parser"]()
+    return RecipeParser(runpy.run_path(str(path))["ARGUMENTS"])
+
+
+def parse_flags(*dataclass_types: type, stage: str = "") -> tuple[Any, ...]:
+    """
+    Parse the command line of a tool into instances of dataclasses. The docstring of the program describes it. `stage`
+    is as for [`RecipeParser.translate`].
+    """
+    parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
+    return parser.parse(parser.translate(sys.argv[1:], stage))
 
 
 class ConfigLoader(yaml.SafeLoader):

@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from ..loading.native import is_native_checkpoint, load_native_checkpoint, localize
 from ..model.loss import RowLoss, prediction_weights, weighted_rows
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.bounds import check_bounds
 from ..runtime.errors import UserError, as_user_errors
-from ..runtime.names import check_choices, is_gguf
+from ..runtime.flags import check_flags, content_flag, flag
+from ..runtime.names import is_gguf
 from ..tokenizer.pretrained import load_tokenizer
 from ..training.deepspeed_support import whole_weights
 from ..training.measurements import num_active_parameters
@@ -41,26 +40,26 @@ logger = logging.get_logger(__name__)
 class DistillationArguments:
     """Teacher and loss."""
 
-    teacher_name_or_path: str | None = HfArg(
-        default=None, help="Directory or Hub id of a causal language model with the same tokenizer."
+    teacher_name_or_path: str | None = content_flag(
+        None,
+        "Directory or Hub id of a causal language model with the same tokenizer.",
+        names="model",
+        form="What to train: Teacher",
     )
-    kl: str = HfArg(
-        default="forward",
-        help="forward: KL(teacher || student); reverse: KL(student || teacher).",
-        metadata={"choices": ("forward", "reverse")},
+    kl: str = flag(
+        "forward", "forward: KL(teacher || student); reverse: KL(student || teacher).", choices=("forward", "reverse")
     )
-    temperature: float = HfArg(default=1.5, help="Divisor of the logits of teacher and student in the KL term.")
-    ce_weight: float = HfArg(
-        default=0.5, help="Weight of the cross-entropy in the loss, from 0 to 1; the KL term has the rest."
+    temperature: float = flag(1.5, "Divisor of the logits of teacher and student in the KL term.", bounds="above 0")
+    ce_weight: float = flag(
+        0.5,
+        "Weight of the cross-entropy in the loss, from 0 to 1; the KL term has the rest.",
+        bounds="at least 0 and at most 1",
     )
 
     def __post_init__(self):
         if not self.teacher_name_or_path:
             raise UserError("Distillation needs a teacher: pass --teacher_name_or_path with a directory or Hub id.")
-        check_choices(self)
-        if self.temperature <= 0:
-            raise UserError(f"--temperature {self.temperature:g} must be above 0.")
-        check_bounds(vars(self))
+        check_flags(self)
 
 
 def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_packed: bool = True) -> PreTrainedModel:

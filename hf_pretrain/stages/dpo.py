@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
-from transformers.hf_argparser import HfArg
 
 from ..runtime.errors import needing_extra
+from ..runtime.flags import flag
 from ..training.training_arguments import SFTTrainingArguments
 from .log_probs import replace_heads
 from .trl_trainer import TrlTrainer
@@ -36,14 +36,10 @@ class DPOTrainingArguments(SFTTrainingArguments, DPOConfig):
 
     has_masked_loss = False
     has_reference = True
-    output_dir: str | None = HfArg(default="out/dpo", help="Directory of the run.")
-    learning_rate: float = HfArg(default=1e-6, help="Peak learning rate.")
-    max_length: int = HfArg(default=512, help="Tokens of prompt and answer; longer ones are truncated.")
-    loss_type: list[str] = HfArg(
-        default_factory=lambda: ["sigmoid"],
-        help="Losses to add up, weighted by --loss_weights.",
-        metadata={"choices": _LOSSES},
-    )
+    output_dir: str | None = flag("out/dpo")
+    learning_rate: float = flag(1e-6)
+    max_length: int = flag(512, "Tokens of prompt and answer; longer ones are truncated.")
+    loss_type: list[str] = flag(["sigmoid"], "Losses to add up, weighted by --loss_weights.", choices=_LOSSES)
 
     @property
     def loss_depends_on_micro_batch(self) -> bool:

@@ -8,6 +8,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from ..model.presets import PRESETS
 from ..run_directory.directory import RunDirectory
 from ..run_directory.history import RunHistory
 from ..runtime.devices import default_device_type, has_bfloat16_units
+from ..runtime.errors import UserError
 from ..runtime.json_files import read_json
 from ..runtime.minimind_flags import translate_minimind
 from ..runtime.parser import recipe_parser
@@ -88,11 +90,19 @@ def count_bytes(flags: list[str]) -> int:
     return total
 
 
-def check_flags(stage: str, flags: list[str]) -> None:
-    """Raise `UserError` for flags that a stage would refuse, and for data that are not there."""
+def split_flags(stage: str, text: str) -> list[str]:
+    """
+    Return the flags of a stage as a shell reads them. Raise `UserError` for flags that the stage would refuse, and for
+    data that are not there.
+    """
+    try:
+        flags = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--{stage}_args {text!r} cannot be read: {error}. Close each quote.") from None
     _, rest = hf_pretrain_cli.make_parser().parse_known_args(flags)
     recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py").parse_args(translate_minimind(rest, stage))
     count_bytes(flags)
+    return flags
 
 
 class Budget:

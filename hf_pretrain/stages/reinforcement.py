@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model, send_to_device
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
-from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
@@ -29,6 +28,7 @@ from ..data.sources import name_eval_sets
 from ..rows.data_arguments import ReadingArguments
 from ..rows.preparation import PreparedData, end_preview
 from ..runtime.errors import UserError, as_user_errors, needing_extra
+from ..runtime.flags import flag
 from ..runtime.json_files import read_json
 from ..runtime.names import public_name
 from ..tokenizer.chat_template import fix_date
@@ -65,17 +65,20 @@ ENTROPY_NAME = "entropy_ctrl_state.json"
 class TaskArguments(ReadingArguments):
     """Tasks to train on, and the rewards for their answers."""
 
-    dataset_name: list[str] = HfArg(
-        default_factory=lambda: ["embedded:answer-format"],
-        help="One or more of embedded:answer-format, embedded:arithmetic, JSONL (path, glob, directory), a Hub id.",
+    dataset_name: list[str] = flag(
+        ["embedded:answer-format"],
+        "One or more of embedded:answer-format, embedded:arithmetic, JSONL (path, glob, directory), a Hub id.",
     )
-    add_system_ratio: float = HfArg(default=0.0, help="Share of the prompts with a random system message, e.g. 0.2.")
-    rewards: list[str] = HfArg(
-        default_factory=lambda: ["format"],
-        help=f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id.",
+    add_system_ratio: float = flag(
+        0.0, "Share of the prompts with a random system message, e.g. 0.2.", bounds="at least 0 and at most 1"
     )
-    tools: list[str] | None = HfArg(
-        default=None, help="Tools that the model may call while it answers: calculator, or module.path:function."
+    rewards: list[str] = flag(
+        ["format"],
+        f"One or more of {', '.join(REWARDS)}, module.path:function, or a reward model's Hub id.",
+        form="What to train: Rewards",
+    )
+    tools: list[str] | None = flag(
+        None, "Tools that the model may call while it answers: calculator, or module.path:function.", names="code"
     )
 
     def prepare_tasks(
@@ -118,18 +121,20 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
 
     default_optim_preset = "adamw"
     has_masked_loss = False
-    output_dir: str | None = HfArg(default="out/grpo", help="Directory of the run.")
-    algorithm: str = HfArg(default="grpo", help="grpo (--loss_type) or rloo.", metadata={"choices": ("grpo", "rloo")})
-    loss_type: str = HfArg(
-        default="dapo",
-        help="Loss of --algorithm grpo. grpo, bnpo and luspo normalise it otherwise than the others.",
-        metadata={"choices": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")},
+    output_dir: str | None = flag("out/grpo")
+    algorithm: str = flag("grpo", "grpo (--loss_type) or rloo.", choices=("grpo", "rloo"))
+    loss_type: str = flag(
+        "dapo",
+        "Loss of --algorithm grpo. grpo, bnpo and luspo normalise it otherwise than the others.",
+        choices=("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
     )
-    learning_rate: float = HfArg(default=3e-7, help="Peak learning rate.")
-    per_device_train_batch_size: int = HfArg(default=8, help="Completions per device; a step must hold whole groups.")
-    remove_unused_columns: bool | None = HfArg(default=False, help="Must be false: the rewards read the columns.")
-    thinking_ratio: float | None = HfArg(
-        default=None, help="Share of the prompts that ask for a thought; the others get an empty one."
+    learning_rate: float = flag(3e-7, "Peak learning rate.")
+    per_device_train_batch_size: int = flag(8, "Completions per device; a step must hold whole groups.")
+    remove_unused_columns: bool | None = flag(False, "Must be false: the rewards read the columns.")
+    thinking_ratio: float | None = flag(
+        None,
+        "Share of the prompts that ask for a thought; the others get an empty one.",
+        bounds="at least 0 and at most 1",
     )
     # Settings of TRL's `RLOOConfig`, which its trainer reads, with TRL's defaults.
     normalize_advantages = False

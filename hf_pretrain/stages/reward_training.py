@@ -6,11 +6,10 @@ the rejected one, with the loss -log sigmoid(chosen - rejected) (https://arxiv.o
 import copy
 from dataclasses import dataclass
 
-from transformers.hf_argparser import HfArg
-
 from ..loading.adapters import is_adapted, merge_adapter
 from ..model.modeling_minimind import MiniMindForCausalLM, MiniMindForSequenceClassification
 from ..runtime.errors import UserError, needing_extra
+from ..runtime.flags import flag
 from ..training.training_arguments import SFTTrainingArguments
 from .trl_trainer import TrlTrainer
 
@@ -27,9 +26,9 @@ class RewardTrainingArguments(SFTTrainingArguments, RewardConfig):
     # TRL's other trainers have these flags.
     sync_ref_model = False
     router_aux_loss_coef = None
-    output_dir: str | None = HfArg(default="out/reward", help="Directory of the run.")
-    learning_rate: float = HfArg(default=1e-5, help="Peak learning rate.")
-    max_length: int = HfArg(default=512, help="Tokens of prompt and answer; longer pairs are left out.")
+    output_dir: str | None = flag("out/reward")
+    learning_rate: float = flag(1e-5)
+    max_length: int = flag(512, "Tokens of prompt and answer; longer pairs are left out.")
 
     def __post_init__(self):
         if self.distributed_config is not None:

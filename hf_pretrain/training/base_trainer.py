@@ -85,7 +85,7 @@ class RunTrainer(Trainer):
             convert_to_float8(base_model.model.layers, emulates=args.fp8_emulate)
         if args.compiles_layers:
             parts = [part for part in base_model.modules() if isinstance(part, MiniMindDecoderLayer | MiniMindLMHead)]
-            compile_modules(parts, args.device, **args.compile_options)
+            compile_modules(parts, **args.compile_options)
 
     def _connect_parts(self) -> None:
         args, run = self.args, self.run
@@ -192,7 +192,7 @@ class RunTrainer(Trainer):
         if self._checkpoint not in (None, self.run.checkpoint):
             self._checkpoint = checkpoint_to_resume(self.args, self._checkpoint)
         if self._checkpoint is not None:
-            check_resume(self._checkpoint, self._description, self.args)
+            check_resume(self._checkpoint, self._description, self.args, self.run.others)
         on_main_process(self.args, self.writer.check_space)
 
     def _begin_training(self) -> None:

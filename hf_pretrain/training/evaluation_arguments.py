@@ -4,32 +4,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast, TrainerCallback
-from transformers.hf_argparser import HfArg
 
 from ..rows.preparation import PreparedData
 from ..runtime.errors import UserError
+from ..runtime.flags import flag
 from ..runtime.named import load_named
 from .training_arguments import LMTrainingArguments
 
 
-def check_whole_model(args: LMTrainingArguments, flag: str) -> None:
+def check_whole_model(args: LMTrainingArguments, name: str) -> None:
     """Raise `UserError` if the ranks of a run hold only parts of the model."""
     if args.shards_weights:
-        raise UserError(f"{flag} needs the whole model in each process: start torchrun, or DeepSpeed with ZeRO-2.")
+        raise UserError(f"{name} needs the whole model in each process: start torchrun, or DeepSpeed with ZeRO-2.")
 
 
 @dataclass
 class EvalTaskArguments:
     """Tasks of lm-eval that each evaluation runs."""
 
-    eval_tasks: str | None = HfArg(
-        default=None, help="Tasks of lm-eval to run with each evaluation, separated by commas."
+    eval_tasks: str | None = flag(
+        None, "Tasks of lm-eval to run with each evaluation, separated by commas.", resume="evaluation"
     )
-    eval_tasks_limit: float | None = HfArg(
-        default=100, help="Number of examples per task of --eval_tasks, or a share if below 1."
+    eval_tasks_limit: float | None = flag(
+        100,
+        "Number of examples per task of --eval_tasks, or a share if below 1.",
+        bounds="above 0",
+        resume="evaluation",
     )
-    eval_tasks_path: list[str] | None = HfArg(
-        default=None, help="Directories with further task YAMLs for --eval_tasks."
+    eval_tasks_path: list[str] | None = flag(
+        None, "Directories with further task YAMLs for --eval_tasks.", resume="evaluation", names="code"
     )
 
     def callbacks(self, training_args: LMTrainingArguments, data: PreparedData) -> list[TrainerCallback]:
@@ -52,8 +55,10 @@ class EvalTaskArguments:
 class EvalQuestionArguments:
     """Questions with known answers, to ask at each evaluation."""
 
-    eval_questions: str | None = HfArg(
-        default=None, help="File of prompts with the texts that right answers state, to ask at each evaluation."
+    eval_questions: str | None = flag(
+        None,
+        "File of prompts with the texts that right answers state, to ask at each evaluation.",
+        resume="evaluation",
     )
 
     def callbacks(self, tokenizer: PreTrainedTokenizerFast, enable_thinking: bool | None = None) -> list[Any]:

@@ -14,9 +14,7 @@ from typing import Any
 from ..loading.model_arguments import choose_preset
 from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type, has_bfloat16_units
-from ..runtime.errors import UserError, as_user_errors
-from ..runtime.named import load_named
-from ..runtime.names import hint
+from ..runtime.errors import UserError
 from ..runtime.parser import RecipeParser, read_config
 from ..runtime.stages import STAGES
 
@@ -42,15 +40,12 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
         `UserError`: for an unknown YAML key or flag (the message names the nearest one), for a value of the
             wrong type, and for a value that a dataclass refuses.
     """
-    argv = sys.argv[1:] if argv is None else argv
     # The recipe's own docstring has examples.
     parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
+    argv = parser.translate(sys.argv[1:] if argv is None else argv, stage)
     # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
     # wins because it comes last.
-    typed, unknown = parser.parse_known_args(argv)
-    if unknown:
-        argv = load_named("hf_pretrain.runtime.minimind_flags:translate_minimind")(argv, stage)
-        typed, _ = parser.parse_known_args(argv)
+    typed, _ = parser.parse_known_args(argv)
     defaults: list[str] = []
     if "config" in typed:
         preset = choose_preset(typed.model_preset, use_cpu=typed.use_cpu)
@@ -67,14 +62,11 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
                 name, share = mixed_in
                 argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
-            defaults = [*_yaml_to_argv(config, content, typed), "--config", config]
+            defaults = [*_yaml_to_argv(parser, config, content, typed), "--config", config]
         if _MICRO_BATCH_FLAGS & given:
             defaults.append("--fit_micro_batch=false")
         argv = argv if typed.model_preset != "auto" else [*argv, "--preset", preset]
-    namespace = parser.parse_args(defaults + argv)
-    # transformers and TRL refuse values here, too.
-    with as_user_errors():
-        return parser.parse_dict(vars(namespace), allow_extra_keys=False)
+    return parser.parse(defaults + argv)
 
 
 def _find_config(typed: Namespace, preset: str, stage: str) -> str | None:
@@ -111,7 +103,7 @@ def read_defaults(path: Path, *, has_own_data: bool = False) -> dict[str, Any]:
     return shared | model | {"output_dir": f"out/{stage}-{preset}"}
 
 
-def _yaml_to_argv(path: str, content: dict[str, Any], typed: Namespace) -> list[str]:
+def _yaml_to_argv(parser: RecipeParser, path: str, content: dict[str, Any], typed: Namespace) -> list[str]:
     """
     Return the values of a YAML file as command-line words, so that the parser checks them like typed ones. `typed`
     holds the arguments of the real command line.
@@ -119,7 +111,9 @@ def _yaml_to_argv(path: str, content: dict[str, Any], typed: Namespace) -> list[
     argv = []
     known_keys = {*vars(typed), "preset"}
     if unknown := [str(key) for key in content if key not in known_keys]:
-        raise UserError(f"{path}: unknown key {', '.join(f'`{key}`{hint(key, known_keys)}' for key in unknown)}.")
+        raise UserError(
+            f"{path}: unknown key {', '.join(f'`{key}`{parser.hint(key, known_keys)}' for key in unknown)}."
+        )
     for key, value in content.items():
         if isinstance(value, dict) and value.keys() & {"bf16", "float32"}:
             if value.keys() != {"bf16", "float32"}:

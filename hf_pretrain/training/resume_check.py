@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import fields
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from ..checkpoints.optimizer_state import is_whole
 from ..checkpoints.zero_state import whole_parameter
 from ..loading.adapters import is_adapted
 from ..runtime.errors import UserError
+from ..runtime.flags import flags_of
 from ..runtime.ranks import on_main_process
 from ..tokenizer.chat_template import free_date
 from .micro_batch import depends_on_micro_batch
@@ -40,40 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-# All arguments are compared, new ones and those of libraries too, except these, which change no update. A `*` stands
-# for any characters.
-_NOT_COMPARED = (
-    # Where and when the run writes, reports, pushes and evaluates, and how it resumes.
-    *("config", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "preview", "dry_run", "profile*"),
-    *("log_*", "logging_*", "save_*", "hub_*", "push_to_hub", "trackio_*", "max_rejected_ratio", "do_eval"),
-    *("load_best_model_at_end", "early_stopping_patience", "per_device_eval_batch_size", "num_generations_eval"),
-    *("num_completions_to_print", "resume_from_*", "allow_inexact_resume"),
-    # Processes, devices and kernels. They change at most the rounding.
-    *("local_rank", "use_cpu", "num_proc", "dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory"),
-    *("dataloader_prefetch_factor", "dataloader_persistent_workers", "torch_empty_cache_steps", "skip_memory_metrics"),
-    *("ddp_*", "vllm_server_*", "torch_compile*", "activation_*", "gradient_checkpointing*", "attn_implementation"),
-    # Compared as the layout of the optimizer state, as the optimizer, as the global batch, or as the config. With one
-    # process, transformers turns `average_tokens_across_devices` off. `generation_batch_size` says how often GRPO
-    # generates.
-    *("fsdp*", "tp_size", "ep_size", "dp_replicate_size", "optim", "optim_preset", "average_tokens_across_devices"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "fit_micro_batch"),
-    *("steps_per_generation", "use_cache"),
-)
-# These matter to a schedule that follows the evaluations.
-_EVALUATION = ("eval_*", "metric_for_best_model", "greater_is_better")
-# Arguments that act only through a content that is compared. A path may be spelled otherwise, and a resume may leave
-# out what the checkpoint holds. They are named if a content differs.
-_CONTENT_FLAGS = {
-    *("dataset_name", "dataset_weights", "validation_fraction", "train_fraction", "streaming", "text_column"),
-    *("encoding", "whole_files", "columns"),
-    *("packing", "dataset_kind", "chat_template", "enable_thinking", "train_on"),
-    *("tokenizer_name_or_path", "vocab_size", "add_tokens", "model_preset", "model_name_or_path", "config_overrides"),
-    *("teacher_name_or_path", "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
-    *("use_dora", "load_in_4bit"),
-}
-# The state of the optimizer in a checkpoint holds these settings, and so does the state of a schedule that adapts.
-_IN_STATE = {"optim_args", "optim_target_modules"}
-_IN_ADAPTIVE_STATE = {"learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"}
+# Schedules that follow the losses.
 _ADAPTIVE = {"reduce_lr_on_plateau", "greedy"}
 # Blocks of a DeepSpeed config that change an update and repeat no flag. transformers refuses a precision, clipping or
 # batch that differs from the flags.
@@ -96,17 +63,22 @@ def describe_settings(args: LMTrainingArguments, others: Iterable[Any] = ()) -> 
     arguments.
     """
     values = values_by_name(args, others)
-    schedule = values["lr_scheduler_type"]
-    harmless = _NOT_COMPARED + (() if schedule == "reduce_lr_on_plateau" else _EVALUATION)
+    meanings, schedule = _meanings(*others, args), values["lr_scheduler_type"]
+    harmless = {"ignored"} if schedule == "reduce_lr_on_plateau" else {"ignored", "evaluation"}
     # These schedules do not depend on the number of steps, unless the warmup is a share of it.
     if schedule == "constant" or (schedule == "constant_with_warmup" and not 0 < args.warmup_steps < 1):
-        harmless += ("num_train_epochs", "max_steps")
+        harmless.add("duration")
     deepspeed = args.deepspeed_plugin.deepspeed_config if args.deepspeed_plugin else {}
     # `create_accelerator_and_postprocess` chooses it for the device.
     del values["accelerator_config"]["non_blocking"]
     values["deepspeed"] = _compared_of_deepspeed(deepspeed)
-    compared = {name for name in values if not any(fnmatchcase(name, pattern) for pattern in harmless)}
-    return _plain({name: values[name] for name in sorted(compared)})
+    return _plain({name: values[name] for name in sorted(values) if meanings.get(name) not in harmless})
+
+
+def _meanings(*parts: Any) -> dict[str, str]:
+    """Return what a resume does with the arguments of dataclasses ([`~runtime.flags.flag`]), if they say it."""
+    known = (flags_of(type(part)) for part in parts)
+    return {name: about["resume"] for flags in known for name, about in flags.items() if "resume" in about}
 
 
 def _compared_of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +183,7 @@ def describe_run(trainer: "RunTrainer") -> dict[str, Any]:
     }
 
 
-def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments) -> None:
+def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments, others: Iterable[Any] = ()) -> None:
     """
     Warn about differences between this run and the run that saved `checkpoint`. Skip one without a manifest.
 
@@ -219,6 +191,7 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
         checkpoint (`str`): the checkpoint to resume from.
         now (`dict`): the result of [`describe_run`] for this run.
         args ([`LMTrainingArguments`]): the training arguments.
+        others (`Iterable`): the dataclasses beside them.
 
     Raises:
         `UserError`: if this run cannot resume from the checkpoint, or not exactly without `--allow_inexact_resume`.
@@ -241,7 +214,7 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
     then["settings"] = {name: value for name, value in then["settings"].items() if value or name != "rewind_spikes"}
     # Older versions compared the whole config of DeepSpeed.
     then["settings"]["deepspeed"] = _compared_of_deepspeed(then["settings"]["deepspeed"])
-    fatal, inexact = _find_obstacles(then, now, is_whole=is_whole(checkpoint))
+    fatal, inexact = _find_obstacles(then, now, _meanings(*others, args), is_whole=is_whole(checkpoint))
     if fatal:
         raise UserError(
             f"This run cannot resume from {checkpoint}: {'; '.join(fatal)}. Use the settings that it was saved "
@@ -261,13 +234,16 @@ def check_resume(checkpoint: str, now: dict[str, Any], args: LMTrainingArguments
         logger.warning(f"Resuming from {checkpoint} although {'; '.join(inexact)}.")
 
 
-def _find_obstacles(then: dict[str, Any], now: dict[str, Any], *, is_whole: bool) -> tuple[list[str], list[str]]:
+def _find_obstacles(
+    then: dict[str, Any], now: dict[str, Any], meanings: dict[str, str], *, is_whole: bool
+) -> tuple[list[str], list[str]]:
     """
     Return the reasons that forbid resuming, and the reasons that make it inexact.
 
     Args:
         then (`dict`): the result of [`describe_run`] from the manifest of a checkpoint.
         now (`dict`): the result of [`describe_run`] for this run.
+        meanings (`dict`): what a resume does with each argument.
         is_whole (`bool`): whether the optimizer state is whole, as any launcher reads it.
     """
     fatal = []
@@ -287,19 +263,19 @@ def _find_obstacles(then: dict[str, Any], now: dict[str, Any], *, is_whole: bool
         inexact.append(f"its global batch was {then['global_batch']} rows and is now {now['global_batch']}")
     changed = _changes(then["settings"], now["settings"], prefix="--")
     schedules = {run["settings"]["lr_scheduler_type"] for run in (then, now)}
-    fixed = _IN_STATE | (_IN_ADAPTIVE_STATE if schedules & _ADAPTIVE else set())
+    fixed = {"state", "schedule"} if schedules & _ADAPTIVE else {"state"}
     if then["layout"] != now["layout"] and schedules & _ADAPTIVE:
         # Its state has a learning rate for each parameter group, and launchers have different groups.
         fatal.append(f"its schedule adapts, and its state fits the layout {then['layout']}, not {now['layout']}")
-    fatal += [changed.pop(name) for name in sorted(fixed & changed.keys())]
-    flags = [text for name, text in changed.items() if name in _CONTENT_FLAGS]
+    fatal += [changed.pop(name) for name in [*changed] if meanings.get(name) in fixed]
+    flags = [text for name, text in changed.items() if meanings.get(name) == "content"]
     for name in sorted(then["contents"].keys() & now["contents"].keys()):
         before, after = then["contents"][name], now["contents"][name]
         if before != after:
             details = [*(_changes(before, after).values() if before and after else ()), *flags]
             reasons = fatal if name == "adapter" else inexact
             reasons.append(f"its {name} differed" + (f" ({', '.join(details)})" if details else ""))
-    return fatal, inexact + [text for name, text in changed.items() if name not in _CONTENT_FLAGS]
+    return fatal, inexact + [text for name, text in changed.items() if meanings.get(name) != "content"]
 
 
 def _changes(then: dict[str, Any], now: dict[str, Any], *, prefix: str = "") -> dict[str, str]:

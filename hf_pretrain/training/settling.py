@@ -26,7 +26,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..rows.collators import DataCollatorForPackedRows
 from ..rows.row_source import is_stream
 from ..run_directory.directory import now
-from ..runtime.devices import keep_freed_blocks
+from ..runtime.devices import can_compile, keep_freed_blocks
 from ..runtime.errors import UserError
 from ..runtime.ranks import on_main_process
 from ..runtime.stages import STAGES
@@ -41,16 +41,6 @@ from .training_arguments import LMTrainingArguments, default_learning_rate
 if TYPE_CHECKING:
     from ..rows.preparation import PreparedData
     from .run import Run
-
-# A dry run neither saves, evaluates, pushes nor reports to trackers.
-_TURNED_OFF: dict[str, Any] = {
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": [],
-}
 
 
 class TrainerData(NamedTuple):
@@ -134,6 +124,8 @@ def settle(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedMode
     args.fsdp_plugin_args = complete_fsdp_args(args.fsdp_plugin_args)
     # Batches are copied from pinned memory while the GPU computes.
     args.accelerator_config.non_blocking = args.device.type == "cuda"
+    # A run trains on without a compiler, and its record says so.
+    args.compiles_layers = args.compiles_layers and can_compile(args.device, **args.compile_options)
     if args.device.type == "cpu":
         keep_freed_blocks()
 
@@ -187,7 +179,8 @@ def settle_dry_run(args: LMTrainingArguments) -> None:
     Turn off saving, evaluation, pushes and trackers, and replace `output_dir` by a temporary directory. All ranks must
     call this function.
     """
-    args.__dict__.update(_TURNED_OFF)
+    args.__dict__.update(save_strategy="no", eval_strategy="no", eval_on_start=False, load_best_model_at_end=False)
+    args.__dict__.update(push_to_hub=False, report_to=[])
     args.output_dir = on_main_process(args, lambda: tempfile.mkdtemp(prefix="hf_pretrain-dry-run-"))
     # Another machine has no such directory yet.
     os.makedirs(args.output_dir, exist_ok=True)

@@ -4,25 +4,24 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
-from transformers.hf_argparser import HfArg
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_liger_kernel_available, strtobool
 
 from ..run_directory.metrics import LOWER_IS_BETTER, METRICS
-from ..runtime.bounds import check_bounds
 from ..runtime.command_line import shows_bars
 from ..runtime.devices import default_device_type, has_bfloat16_units, refuse_unused_gpu
 from ..runtime.errors import UserError
+from ..runtime.flags import check_flags, flag, ignored_flag
 from ..runtime.launchers import launcher
-from ..runtime.names import check_choices, hint
+from ..runtime.names import hint
 from ..runtime.ranks import first_process_first
 from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, refuse_mismatches, turns_on_deepspeed
@@ -48,110 +47,98 @@ class LMTrainingArguments(TrainingArguments):
     starts the process group; [`~training.launch`] starts it for CPU ranks.
     """
 
-    config: str | None = HfArg(default=None, help="YAML file with values of these flags.")
-    output_dir: str | None = HfArg(default="out/pretrain", help="Directory of the run.")
-    fsdp_size: int = HfArg(default=1, help="Shard the model over this many processes (FSDP2).")
-    tp_size: int = HfArg(default=1, help="Split matrices over this many GPUs (tensor parallelism).")
-    ep_size: int = HfArg(default=1, help="Split the experts over this many processes.")
-    dp_replicate_size: int = HfArg(default=1, help="Copies of the sharded model, usually one per machine.")
-    dataloader_num_workers: int | None = HfArg(
-        default=None,
-        help="Processes that read the batches of a rank; by default 2 on NVIDIA GPUs. Streams: 0, at most 1.",
+    config: str | None = ignored_flag(None, "YAML file with values of these flags.")
+    output_dir: str | None = flag("out/pretrain", "Directory of the run.")
+    fsdp_size: int = ignored_flag(1, "Shard the model over this many processes (FSDP2).", bounds="at least 1")
+    tp_size: int = ignored_flag(1, "Split matrices over this many GPUs (tensor parallelism).", bounds="at least 1")
+    ep_size: int = ignored_flag(1, "Split the experts over this many processes.", bounds="at least 1")
+    dp_replicate_size: int = ignored_flag(
+        1, "Copies of the sharded model, usually one per machine.", bounds="at least 1"
     )
-    resume_from_checkpoint: str | None = HfArg(
-        default=None, help="Checkpoint to resume from; auto takes the newest intact one, or starts a new run."
+    dataloader_num_workers: int | None = flag(
+        None, "Processes that read the batches of a rank; by default 2 on NVIDIA GPUs. Streams: 0, at most 1."
     )
-    allow_inexact_resume: bool = HfArg(default=False, help="Resume although settings or data differ.")
+    resume_from_checkpoint: str | None = flag(
+        None, "Checkpoint to resume from; auto takes the newest intact one, or starts a new run."
+    )
+    allow_inexact_resume: bool = ignored_flag(False, "Resume although settings or data differ.")
     # The stages after pretraining use adamw.
     default_optim_preset: ClassVar[str] = "muon"
-    optim_preset: str | None = HfArg(
-        default=None,
-        help="Optimizer: muon (default in pretraining) or adamw. adamw stands for any optimizer of --optim.",
-        metadata={"choices": tuple(OPTIMIZERS)},
+    optim_preset: str | None = ignored_flag(
+        None,
+        "Optimizer: muon (default in pretraining) or adamw. adamw stands for any optimizer of --optim.",
+        form="Optimization: Optimizer",
+        choices=tuple(OPTIMIZERS),
     )
-    optim: str = HfArg(
-        default=cast(str, None),
-        help=f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}.",
-    )
-    fit_micro_batch: bool = HfArg(
-        default=False,
-        help="On CUDA, choose the largest micro-batch that fits, at the same rows per step. On in the presets' "
+    optim: str = flag(None, f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}.")
+    fit_micro_batch: bool = ignored_flag(
+        False,
+        "On CUDA, choose the largest micro-batch that fits, at the same rows per step. On in the presets' "
         "pretraining, unless you pass a batch size or an accumulation.",
     )
-    dry_run: bool = HfArg(default=False, help="Train four steps, print the plan of the run, and stop.")
-    preview: int = HfArg(default=0, help="Print this many rows of data, with trained tokens in colour, and stop.")
-    report_to: None | str | list[str] = HfArg(
-        default=None, help="Trackers of the run, or none. By default trackio, if it is installed."
+    dry_run: bool = ignored_flag(False, "Train four steps, print the plan of the run, and stop.")
+    preview: int = ignored_flag(0, "Print this many rows of data, with trained tokens in colour, and stop.")
+    report_to: None | str | list[str] = flag(
+        None, "Trackers of the run, or none. By default trackio, if it is installed."
     )
-    profile: bool = HfArg(default=False, help="Write traces of torch's profiler.")
-    profile_interval: int = HfArg(default=100, help="Steps per trace of --profile.")
-    hub_license: str | None = HfArg(default=None, help="Licence of the pushed model.")
-    hub_language: list[str] | None = HfArg(default=None, help="ISO codes of the data's languages.")
+    profile: bool = ignored_flag(False, "Write traces of torch's profiler.")
+    profile_interval: int = ignored_flag(100, "Steps per trace of --profile.", bounds="at least 2")
+    hub_license: str | None = ignored_flag(None, "Licence of the pushed model.")
+    hub_language: list[str] | None = ignored_flag(None, "ISO codes of the data's languages.")
     # `None` means auto. The type is a plain bool, so that HfArgumentParser accepts a bare `--bf16`.
-    bf16: bool = HfArg(
-        default=cast(bool, None),
-        help="bfloat16 autocast. On by default where the hardware has it; older NVIDIA GPUs take --fp16.",
+    bf16: bool = flag(
+        None, "bfloat16 autocast. On by default where the hardware has it; older NVIDIA GPUs take --fp16."
     )
-    fp8: bool = HfArg(
-        default=False, help="float8 in the linear layers, beside bf16. It needs compute capability 8.9 and torchao."
-    )
-    fp8_emulate: bool = HfArg(default=False, help="Round as --fp8 does, on any device, without its speed.")
+    fp8: bool = flag(False, "float8 in the linear layers, beside bf16. It needs compute capability 8.9 and torchao.")
+    fp8_emulate: bool = flag(False, "Round as --fp8 does, on any device, without its speed.")
     # Whether the stage trains with the masked loss, and not with one of TRL.
     has_masked_loss: ClassVar[bool] = True
-    torch_compile: bool = HfArg(
-        default=cast(bool, None), help="Compile each layer and the loss. On by default with CUDA, not with DeepSpeed."
-    )
+    torch_compile: bool = flag(None, "Compile each layer and the loss. On by default with CUDA, not with DeepSpeed.")
     # GPT-3 has these betas and weight decay, and a cosine down to 10 % (https://arxiv.org/abs/2005.14165, appendix B).
-    learning_rate: float = HfArg(
-        default=cast(float, None), help="Peak learning rate. By default as optimizer and width need it."
-    )
-    max_grad_norm: float = HfArg(
-        default=cast(float, None), help="Largest norm of the gradients, 0 for any. By default 1, Muon 0."
-    )
-    lr_scheduler_type: str = HfArg(
-        default="cosine_with_min_lr",
-        help="cosine_with_min_lr (down to 10 %%), warmup_stable_decay (over the last 20 %%), or another "
+    learning_rate: float = flag(None, "Peak learning rate. By default as optimizer and width need it.")
+    max_grad_norm: float = flag(None, "Largest norm of the gradients, 0 for any. By default 1, Muon 0.")
+    lr_scheduler_type: str = flag(
+        "cosine_with_min_lr",
+        "cosine_with_min_lr (down to 10 %%), warmup_stable_decay (over the last 20 %%), or another "
         "schedule of transformers.",
-        metadata={"choices": [kind.value for kind in SchedulerType]},
+        choices=[kind.value for kind in SchedulerType],
     )
-    warmup_steps: float = HfArg(default=0.02, help="Warmup in steps, or as a share of all if below 1.")
-    skip_spikes: bool = HfArg(default=False, help="Leave out the update of a step whose loss or gradient is a spike.")
-    weight_decay: float = HfArg(default=0.1, help="Weight decay of matrices. Vectors have none.")
-    adam_beta2: float = HfArg(default=0.95, help="AdamW's decay rate of the second moment.")
-    num_train_epochs: float = HfArg(default=1.0, help="Passes over the training data.")
-    max_tokens: str | None = HfArg(default=None, help="Train on this many tokens: 2B, 500M or 1e9.")
-    tokens_per_parameter: float | None = HfArg(default=None, help="Train on so many per parameter.")
-    max_minutes: float | None = HfArg(default=None, help="Train for this time, evaluations included.")
-    early_stopping_patience: int | None = HfArg(
-        default=None, help="Stop after this many evaluations without a better one, and keep the best model."
+    warmup_steps: float = flag(0.02, "Warmup in steps, or as a share of all if below 1.")
+    skip_spikes: bool = flag(False, "Leave out the update of a step whose loss or gradient is a spike.")
+    weight_decay: float = flag(0.1, "Weight decay of matrices. Vectors have none.")
+    adam_beta2: float = flag(0.95, "AdamW's decay rate of the second moment.")
+    num_train_epochs: float = flag(1.0, "Passes over the training data.")
+    max_tokens: str | None = flag(None, "Train on this many tokens: 2B, 500M or 1e9.")
+    tokens_per_parameter: float | None = flag(None, "Train on so many per parameter.", bounds="above 0")
+    max_minutes: float | None = flag(
+        None, "Train for this time, evaluations included.", bounds="above 0", form="Duration: Most minutes"
     )
-    eval_strategy: str = HfArg(
-        default="steps",
-        help="When to evaluate: no, steps or epoch.",
-        metadata={"choices": [kind.value for kind in IntervalStrategy]},
+    early_stopping_patience: int | None = ignored_flag(
+        None, "Stop after this many evaluations without a better one, and keep the best model.", bounds="at least 1"
     )
-    eval_steps: float | None = HfArg(
-        default=None,
-        help="Steps between evaluations, or a share of all steps if below 1. By default a tenth of all steps, "
+    eval_strategy: str = flag(
+        "steps", "When to evaluate: no, steps or epoch.", choices=[kind.value for kind in IntervalStrategy]
+    )
+    eval_steps: float | None = flag(
+        None,
+        "Steps between evaluations, or a share of all steps if below 1. By default a tenth of all steps, "
         f"and at least {MIN_EVAL_STEPS}.",
     )
-    save_steps: float = HfArg(default=0.1, help="Steps between checkpoints, or a share of all steps if below 1.")
-    save_dtype: str | None = HfArg(
-        default=None,
-        help="Data type of the final model's files, by default float32. Checkpoints keep float32.",
-        metadata={"choices": ("float16", "bfloat16", "float32")},
+    save_steps: float = flag(0.1, "Steps between checkpoints, or a share of all steps if below 1.")
+    save_dtype: str | None = ignored_flag(
+        None,
+        "Data type of the final model's files, by default float32. Checkpoints keep float32.",
+        choices=("float16", "bfloat16", "float32"),
     )
     # With two checkpoints, a run can resume although the newest one is damaged.
-    save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep.")
-    logging_steps: float = HfArg(default=10, help="Steps between log entries, or a share of all steps if below 1.")
+    save_total_limit: int | None = flag(2, "Number of checkpoints to keep.")
+    logging_steps: float = flag(10, "Steps between log entries, or a share of all steps if below 1.")
     # transformers' default, True, replaces a NaN by the mean of earlier losses, so that a broken run looks healthy.
-    logging_nan_inf_filter: bool = HfArg(default=False, help="Leave non-finite losses out of the log.")
-    include_num_input_tokens_seen: str = HfArg(
-        default="non_padding", help="Which tokens to count: no, all or non_padding."
-    )
+    logging_nan_inf_filter: bool = flag(False, "Leave non-finite losses out of the log.")
+    include_num_input_tokens_seen: str = flag("non_padding", "Which tokens to count: no, all or non_padding.")
     # Every step uses every parameter, so DDP's search through the graph would find nothing and cost time.
-    ddp_find_unused_parameters: bool | None = HfArg(
-        default=False, help="Let DDP search for parameters without a gradient. MiniMind has none."
+    ddp_find_unused_parameters: bool | None = flag(
+        False, "Let DDP search for parameters without a gradient. MiniMind has none."
     )
 
     def __post_init__(self):
@@ -167,8 +154,7 @@ class LMTrainingArguments(TrainingArguments):
         self._choose_reports()
         self._choose_evaluations()
         self._choose_device()
-        check_choices(self)
-        check_bounds(vars(self))
+        check_flags(self)
         for name, value in vars(self).items():
             if name.endswith("_kwargs") and isinstance(value, str) and not value.lstrip().startswith("{"):
                 raise UserError(f"--{name} {value} must be a JSON object, such as '{{\"name\": 0.1}}'.")
@@ -367,13 +353,13 @@ class SFTTrainingArguments(LMTrainingArguments):
     """Defaults for fine-tuning: AdamW, a lower learning rate, and an evaluation before the first step."""
 
     default_optim_preset = "adamw"
-    output_dir: str | None = HfArg(default="out/sft", help="Directory of the run.")
-    learning_rate: float = HfArg(default=1e-4, help="Peak learning rate.")
-    eval_on_start: bool = HfArg(default=True, help="Evaluate before the first step.")
+    output_dir: str | None = flag("out/sft")
+    learning_rate: float = flag(1e-4, "Peak learning rate.")
+    eval_on_start: bool = flag(True, "Evaluate before the first step.")
 
 
 @dataclass
 class DistillationTrainingArguments(SFTTrainingArguments):
     """Defaults for distillation."""
 
-    output_dir: str | None = HfArg(default="out/distill", help="Directory of the run.")
+    output_dir: str | None = flag("out/distill")

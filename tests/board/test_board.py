@@ -386,19 +386,16 @@ def test_a_token_is_written_whole_and_one_that_can_be_guessed_is_renewed(tmp_pat
 
 
 def test_a_form_becomes_a_command():
-    actions = launching.read_flags()["pretrain"]
-    values = ["", *[""] * (len(launching.FLAGS) - 1)]
-    values[launching.FLAGS.index("dataset_name")] = "'my file.jsonl' b.jsonl"
-    values[launching.FLAGS.index("use_cpu")] = "true"
-    values[launching.FLAGS.index("rewards")] = "unknown to this stage"
-    words = launching.make_words(actions, "pretrain", "tiny", "a", values, "--bf16 false")
+    flags = launching.read_flags()["pretrain"]
+    values = {"dataset_name": "'my file.jsonl' b.jsonl", "max_steps": "", "use_cpu": "true", "rewards": "unknown here"}
+    words = launching.make_words(flags, "pretrain", "tiny", "a", values, "--bf16 false")
     assert words == [
         *("pretrain", "--preset", "tiny", "--dataset_name", "my file.jsonl", "b.jsonl", "--use_cpu", "true"),
         *("--bf16", "false", "--output_dir", "out/a"),
     ]
     for name in ("", "../a", "a/b", "-a"):
         with pytest.raises(ValueError, match="for the name"):
-            launching.make_words(actions, "pretrain", "tiny", name, values, "")
+            launching.make_words(flags, "pretrain", "tiny", name, values, "")
     assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
 
 
@@ -454,9 +451,11 @@ def test_a_stop_during_the_start_reaches_the_ranks_of_a_launcher(monkeypatch, tm
     assert not psutil.wait_procs([rank], timeout=30)[1]
 
 
-def test_every_flag_of_the_form_exists():
+def test_the_form_shows_flags_of_each_stage():
     flags = launching.read_flags()
-    assert {flag for actions in flags.values() for flag in actions} == {*launching.FLAGS}
+    assert {each["form"].split(": ")[0] for stage in flags.values() for each in stage.values()} == {*launching.GROUPS}
+    assert flags["grpo"].keys() - flags["sft"].keys() == {"rewards"}
+    assert flags["distill"]["teacher_name_or_path"]["form"] == "What to train: Teacher"
 
 
 def test_only_a_living_process_holds_a_directory(tmp_path):

@@ -15,6 +15,7 @@ from datasets import Dataset, IterableDataset
 from hf_pretrain.data import documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.rows import caching
+from hf_pretrain.rows.data_arguments import SourceArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from tests.toys import write_jsonl
@@ -304,16 +305,26 @@ def test_weights_mix_sources(tmp_path, streaming):
     [
         (["one"], {"validation_fraction": 0.999999}, "leave no document of"),
         (["a", "b"], {"dataset_weights": [1.0]}, r"=\[1.0\] must be 2 numbers above 0"),
-        (["a"], {"dataset_weights": [0.0]}, "--dataset_weights 0.0 must be above 0"),
-        (["a"], {"validation_fraction": 1.0}, "--validation_fraction 1.0 must be"),
-        (["a"], {"train_fraction": 0.0}, "--train_fraction 0.0 must be"),
-        (["a"], {"train_fraction": 1.5}, "--train_fraction 1.5 must be"),
     ],
 )
 def test_invalid_arguments_are_refused(names, arguments, words, tmp_path):
     write_jsonl(tmp_path / "one.jsonl", ["one"])
     with pytest.raises(ValueError, match=words):
         load_documents([str(tmp_path / f"{name}.jsonl") for name in names], Reading(**arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"dataset_weights": [0.0]}, "--dataset_weights 0.0 must be above 0"),
+        ({"validation_fraction": 1.0}, "--validation_fraction 1.0 must be"),
+        ({"train_fraction": 0.0}, "--train_fraction 0.0 must be"),
+        ({"train_fraction": 1.5}, "--train_fraction 1.5 must be"),
+    ],
+)
+def test_shares_that_mean_nothing_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        SourceArguments(**arguments)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference import terminal_chat
-from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser, sampling_options
+from hf_pretrain.inference.inference_arguments import SamplingArguments, load_for_inference, sampling_options
 from hf_pretrain.inference.terminal_chat import AUTO_PROMPTS, Chat, PartsStreamer, is_base_model, last_turns
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.parser import RecipeParser
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.training.run import train_and_evaluate
 from tests.invariants.launching import ROOT
@@ -374,7 +375,7 @@ def test_a_model_brings_its_own_sampling(talker, tmp_path):
     found = []
     for flags in ([], ["--top_k", "5", "--repetition_penalty", "1"]):
         words = ["--model_name_or_path", str(tmp_path / "model"), "--engine", "transformers", *flags]
-        args = make_inference_parser("").parse_args(words)
+        (args,) = RecipeParser((SamplingArguments,)).parse(words)
         load_for_inference(args)
         found.append(sampling_options(args))
     # The model says nothing of `top_p`.

@@ -1,11 +1,11 @@
-"""Each number on a command line is checked before anything is read, by one table."""
+"""Each number on a command line is checked before anything is read, by what its flag states."""
 
 from pathlib import Path
 
 import pytest
 
-from hf_pretrain.runtime.bounds import BOUNDS
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.runtime.flags import _LIBRARIES
 from hf_pretrain.runtime.parser import recipe_parser
 
 
@@ -35,8 +35,12 @@ def test_no_flag_takes_a_number_that_is_not_finite(recipe):
             assert refusal(recipe, f"--{name}={value}").startswith(f"--{name} {value} must be "), name
 
 
-def test_the_table_names_flags_that_exist():
-    assert set().union(*map(numeric_flags, RECIPES)) >= BOUNDS.keys()
+def test_the_table_of_libraries_names_flags_that_exist():
+    known = set().union(*(recipe.flags for recipe in RECIPES.values()))
+    assert {name for name, _, _ in _LIBRARIES if "*" not in name} <= known
+    numeric = set().union(*map(numeric_flags, RECIPES))
+    stated = {name for recipe in RECIPES.values() for name, about in recipe.flags.items() if "bounds" in about}
+    assert stated <= numeric
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ SMALL += ("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attentio
         ("from_scratch", ["--sft_args", "--max_length 1"], "--max_length 1 must be at least 8"),
         ("from_scratch", ["--sft_args", "--dataset_name nope.jsonl"], "There is no file or directory nope.jsonl"),
         ("from_scratch", ["--sft_args", "--nproc many"], "argument --nproc: invalid int value: 'many'"),
-        ("from_scratch", ["--pretrain_args", "--run_name 'a"], "--pretrain_args: invalid split value: "),
+        ("from_scratch", ["--pretrain_args", "--run_name 'a"], "--pretrain_args \"--run_name 'a\" cannot be read: "),
         ("evaluate", ["--use_cpu"], "No model in out/"),
         ("chat", ["--model_name_or_path", "nope"], NO_MODEL),
         ("chat", ["--model_name_or_path", "wrong", "--prompt", "hi"], "rms_norm_eps"),

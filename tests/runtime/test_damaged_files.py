@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config
 
 from hf_pretrain.checkpoints.directory import find_newest_run
-from hf_pretrain.inference.inference_arguments import load_for_inference, make_inference_parser
+from hf_pretrain.inference.inference_arguments import SamplingArguments, load_for_inference
 from hf_pretrain.inference.serving import serve_model
 from hf_pretrain.run_directory.directory import RunDirectory
 from hf_pretrain.runtime.command_line import one_line_errors
@@ -53,7 +53,7 @@ def test_a_damaged_model_is_named_in_one_line(file, content, models, tmp_path, c
     (directory / Path(file).name).write_bytes(content)
     capsys.readouterr()
     with pytest.raises(SystemExit) as end, one_line_errors():
-        load_for_inference(make_inference_parser("").parse_args(["--model_name_or_path", str(directory)]))
+        load_for_inference(SamplingArguments(model_name_or_path=str(directory)))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert end.value.code == 2 and len(lines) == 1 and "the-model" in lines[0]
 
@@ -67,7 +67,7 @@ class _Code:
 
 
 LOADERS = {
-    "recipe": lambda name: load_for_inference(make_inference_parser("").parse_args(["--model_name_or_path", name])),
+    "recipe": lambda name: load_for_inference(SamplingArguments(model_name_or_path=name)),
     "serve": lambda name: serve_model(name, host="127.0.0.1", port=0, hosts=[]),
     "teacher": lambda name: load_teacher(name, load_tokenizer(name)),
 }

@@ -56,9 +56,9 @@ def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_pat
 def test_chatting_asks_before_it_takes_the_cpu(nvidia_smi, monkeypatch, recipe):
     monkeypatch.setattr(torch.version, "cuda", None)
     nvidia_smi("NVIDIA A100-SXM4-80GB, 470.57.02")
-    main, parser = operator.itemgetter("main", "make_parser")(runpy.run_path(str(ROOT / f"recipes/{recipe}.py")))
+    main, arguments = operator.itemgetter("main", "ARGUMENTS")(runpy.run_path(str(ROOT / f"recipes/{recipe}.py")))
     with pytest.raises(UserError, match="pip install .* pass --use_cpu"):
-        main(parser().parse_args([]))
+        main(*(cls() for cls in arguments))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")

@@ -32,6 +32,6 @@ def test_each_flag_stands_once_in_the_group_of_its_dataclass(monkeypatch):
 
 def test_tools_show_choices_and_defaults():
     text = " ".join(recipe_parser(ROOT / "recipes/serve.py").format_help().split())
-    assert "--port VALUE TCP port (default: 8000)" in text
-    assert "--think on|off reason before answering" in text
+    assert "--port VALUE TCP port. (default: 8000)" in text
+    assert "--think on|off Reason before answering" in text
     assert "--end_with_stdin" not in text

@@ -6,7 +6,7 @@ import re
 import pytest
 
 import hf_pretrain_cli
-from hf_pretrain.board.launching import FLAGS, FORM
+from hf_pretrain.board.launching import read_flags
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.run_directory.metrics import METRICS
 from hf_pretrain.runtime.texts import TEXTS, terminal_language, translation
@@ -19,7 +19,8 @@ def test_every_text_that_the_package_shows_is_translated():
     used = {text for path in files for text in re.findall(r"\bt\(\s*[\"']([^\"']+)[\"']", path.read_text("utf-8"))}
     assert len(used) > 90 and used <= {*TEXTS}
     assert {metric.label for metric in METRICS} <= {*TEXTS}
-    assert {*FORM, *(label for labels in FORM.values() for label in labels.values())} <= {*TEXTS}
+    forms = {each["form"] for flags in read_flags().values() for each in flags.values()}
+    assert {text for form in forms for text in form.split(": ")} <= {*TEXTS}
     # A translation has the same fields.
     for text in TEXTS:
         assert sorted(re.findall(r"{\w+}", text)) == sorted(re.findall(r"{\w+}", translation("zh")(text))), text
@@ -27,7 +28,8 @@ def test_every_text_that_the_package_shows_is_translated():
 
 def test_every_recipe_preset_and_flag_of_the_board_has_a_chinese_description():
     described = json.loads((ROOT / "recipes/chinese.json").read_text("utf-8"))
-    assert described.keys() == {*hf_pretrain_cli.STAGES, *hf_pretrain_cli.TOOLS, *PRESETS, *FLAGS}
+    flags = set().union(*read_flags().values())
+    assert described.keys() == {*hf_pretrain_cli.STAGES, *hf_pretrain_cli.TOOLS, *PRESETS} | flags
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperature": 0.0}, "--temperature 0 must be above 0"),
+        ({"temperature": 0.0}, "--temperature 0.0 must be above 0"),
         ({"ce_weight": 1.5}, "--ce_weight 1.5 must be at least 0 and at most 1"),
         ({"teacher_name_or_path": None}, "Distillation needs a teacher"),
     ],

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from hf_pretrain import MaskedLossTrainer, MiniMindForSequenceClassification
 from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training import launch
+from hf_pretrain.training import launch, settling
 from hf_pretrain.training.callbacks import ProfilerCallback
 from tests.toys import LikeMPS, toy_model
 from tests.trainers import (
@@ -247,6 +247,12 @@ def test_compiled_layers_train_the_same_and_are_compiled_once(tmp_path):
     compiled = train(trainer)
     assert 0 < num_graphs[0] == num_graphs[1]
     assert [step["loss"] for step in compiled] == pytest.approx([step["loss"] for step in plain], rel=1e-5)
+
+
+def test_a_run_without_a_compiler_records_that_it_does_not_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(settling, "can_compile", lambda *_, **__: False)
+    trainer = make_trainer(tmp_path, make_documents(), arguments={"torch_compile": True})
+    assert trainer.args.to_dict()["torch_compile"] is False
 
 
 def test_a_compiled_layer_is_one_graph_under_ddp(tmp_path):
