@@ -23,8 +23,9 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 MAKE_VARIABLES = re.findall(r"^(\w+) \?=", (Path(__file__).parents[1] / "Makefile").read_text(), re.MULTILINE)
 for variable in ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", *MAKE_VARIABLES):
     os.environ.pop(variable, None)
+# `make test &` ignores SIGINT and `nohup make test` SIGHUP, and every run that a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
-    # `nohup make test` ignores SIGHUP, and every run that a test starts would inherit that.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402

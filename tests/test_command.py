@@ -161,10 +161,8 @@ def test_a_full_disk_ends_what_the_command_prints_with_a_line(words):
 @pytest.mark.parametrize("words", ["chat", "serve --web", "sft --use_cpu", "sft --use_cpu --nproc 2", "completion"])
 def test_ctrl_c_during_the_imports_ends_a_command_without_a_message(words):
     command = [sys.executable, "hf_pretrain_cli.py", *words.split()]
-    # A background process of a shell ignores Ctrl-C, and passes this on.
-    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "cwd": ROOT, "text": True}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": cpu_environment()}
-    with subprocess.Popen(command, **options) as process:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": cpu_environment(), "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **options) as process:
         loaded = Path(f"/proc/{process.pid}/maps")
         wait_for(lambda: "libtorch" in loaded.read_text(), process)
         process.send_signal(signal.SIGINT)

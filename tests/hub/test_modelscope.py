@@ -170,8 +170,7 @@ def test_names_become_paths_in_flags_and_yaml_files(modelscope, tmp_path):
 @pytest.mark.parametrize("name", ["modelscope:me/none", "modelscope:me/data:none.jsonl"])
 def test_what_is_not_there_is_named(modelscope, name):
     modelscope.repos["me/data"] = {"a.jsonl": b"{}\n"}
-    parser = RecipeParser()
-    parser.add_argument("--dataset_name")
+    parser = RecipeParser((ChatArguments,))
     with pytest.raises(UserError, match=f"{name} cannot be downloaded: "):
         parser.parse_args(["--dataset_name", name])
 
