@@ -13,9 +13,12 @@ from transformers.utils import logging
 from ..runtime.command_line import print_result
 from ..runtime.errors import UserError
 from ..runtime.named import load_named
+from ..runtime.ranks import made_once_per_machine
 from ..tokenizer.answers import set_template
+from .caching import encoding_key
 from .collators import DataCollatorForPackedRows
 from .data_arguments import DataArguments, SourceArguments
+from .manifest import write_rows_manifest
 from .packing import PackingReport
 
 
@@ -89,8 +92,8 @@ def load_rows(
     prepare: Callable[..., tuple[Dataset, str]] | None = None,
 ) -> PreparedData:
     """
-    Return documents as packed sequences, or preferences as pairs. The main process prepares them, and the other ranks
-    read its cache.
+    Return documents as packed sequences, or preferences as pairs. The main process of each machine prepares them, and
+    the other ranks open its files. Each rank reads a stream by itself.
 
     Args:
         data_args ([`~rows.data_arguments.SourceArguments`]): the preferences; or with
@@ -106,27 +109,47 @@ def load_rows(
         `UserError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
             [`~rows.packing.prepare_rows`] or `prepare`, and [`~tokenizer.answers.set_template`].
     """
-    is_text = data_args.kind == "text"
-    # All ranks set the template before the block, because the key of the cached rows depends on it.
+    is_text, is_stream = data_args.kind == "text", data_args.reading(training_args.seed).streaming
+    # All ranks set the template, because a rank that reads a stream renders with its own tokenizer.
     note = None if is_text else set_template(tokenizer, data_args.chat_template, training_args.date)
-    with training_args.main_process_first(desc="preparing the data"):
-        documents, eval_documents = _load_sets(data_args, training_args, keep_rejected, is_evaluation)
-        # Check the type: `callable` is no test, because a tokenizer can be called, too.
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            tokenizer = tokenizer(documents)
-        rows_of = partial(_make_rows, data_args, training_args, tokenizer, prepare)
-        train, counts = (None, None) if is_evaluation else rows_of(documents, seed=training_args.seed)
-        evals = {name: rows_of(part) for name, part in eval_documents.items()}
-        worst = _find_worst(data_args, documents, tokenizer) if training_args.process_index == 0 else []
+    how = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation, "note": note}
+    make = partial(_prepare_sets, data_args, training_args, tokenizer, prepare, **how)
+    data = made_once_per_machine(training_args, make, is_shared=not is_stream)
+    if not is_evaluation:
+        # The plan of a dry run shows the same lines.
+        if training_args.process_index == 0 and not training_args.dry_run:
+            print("\n".join(data.report))
+        end_preview(training_args, data.train, data.tokenizer)
+    return data
+
+
+def _prepare_sets(
+    data_args: SourceArguments,
+    training_args: Any,
+    tokenizer: PreTrainedTokenizerFast | Callable[[Dataset | IterableDataset], PreTrainedTokenizerFast],
+    prepare: Callable[..., tuple[Dataset, str]] | None,
+    *,
+    keep_rejected: bool,
+    is_evaluation: bool,
+    note: str | None,
+) -> PreparedData:
+    """Prepare the rows of all sets with their manifests and their report, which holds a note about the template."""
+    documents, eval_documents = _load_sets(data_args, training_args, keep_rejected, is_evaluation)
+    # Check the type: `callable` is no test, because a tokenizer can be called, too.
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        tokenizer = tokenizer(documents)
+    rows_of = partial(_make_rows, data_args, training_args, tokenizer, prepare)
+    train, counts = (None, None) if is_evaluation else rows_of(documents, seed=training_args.seed)
+    evals = {name: rows_of(part) for name, part in eval_documents.items()}
+    for rows, found in [(train, counts), *evals.values()]:
+        if isinstance(rows, Dataset):
+            about = {"kind": data_args.kind_name, "tokenizer": encoding_key(tokenizer), "report": str(found)}
+            write_rows_manifest(rows, **about)
     report = [f"Validation{name and ' '}{name}: {found or 'nothing'}" for name, (_, found) in evals.items()]
     if not is_evaluation:
         _check_rows(train, documents, eval_documents, data_args)
-        report.insert(0, f"Training: {counts or 'streamed'}")
-        report += worst if note is None else [note, *worst]
-        # The plan of a dry run shows the same lines.
-        if training_args.process_index == 0 and not training_args.dry_run:
-            print("\n".join(report))
-        end_preview(training_args, train, tokenizer)
+        worst = _find_worst(data_args, documents, tokenizer) if training_args.process_index == 0 else []
+        report = [f"Training: {counts or 'streamed'}", *report, *([] if note is None else [note]), *worst]
     return PreparedData(
         tokenizer,
         report,
@@ -135,7 +158,7 @@ def load_rows(
         train,
         {name: rows for name, (rows, _) in evals.items()},
         data_args.eval_dataset_name or [],
-        conversations=None if is_text else next(iter(eval_documents.values())),
+        conversations=None if data_args.kind == "text" else next(iter(eval_documents.values())),
         collator=data_args.make_collator(tokenizer) if isinstance(data_args, DataArguments) else None,
         num_tokens=counts.num_tokens if isinstance(counts, PackingReport) else None,
     )

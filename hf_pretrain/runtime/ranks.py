@@ -1,9 +1,10 @@
 """Let the ranks of a run agree, take turns, and end."""
 
 import os
+import pickle
+import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, cached_property
 from pathlib import Path
@@ -39,23 +40,37 @@ def on_main_process(args: TrainingArguments, decide: Callable[[], T]) -> T:
     return outcome[0]
 
 
-@contextmanager
-def first_process_first(local_rank: int) -> Iterator[None]:
+def made_once_per_machine(args: TrainingArguments, make: Callable[[], T], *, is_shared: bool = True) -> T:
     """
-    Run the block in the first process of each machine, then in the others. All ranks must call this function.
+    Call `make` in the first process of each machine, and return its pickled result in the others. All ranks must call
+    this function.
 
-    If the first process fails, the others run the block, too, and its launcher ends them. If it dies, they raise.
+    If `make` fails, the other processes call it, too, and the launcher of the first one ends them. If that process
+    dies, they raise.
 
-    NOTE: `main_process_first` of transformers waits at most `--ddp_timeout` seconds.
+    Args:
+        args (`TrainingArguments`): the training arguments, which know the ranks.
+        make (`Callable`): makes the result.
+        is_shared (`bool`, defaults to `True`): send the result. Otherwise, the other processes call `make` afterwards.
+
+    NOTE: `main_process_first` of transformers waits at most `--ddp_timeout` seconds. This function has a week.
     """
-    group = _patient_group()
+    if args.world_size == 1 or not dist.is_initialized():
+        return make()
+    is_first, host = args.local_process_index == 0, socket.gethostname()
+    made: list[Any] = [None] * args.world_size
+    mine = None
     try:
-        if local_rank == 0:
-            yield
+        if is_first:
+            result = make()
+            # As bytes, because a dataset opens its files when it is unpickled, and other machines do not have them.
+            mine = (host, pickle.dumps(result)) if is_shared else None
     finally:
-        dist.barrier(group)
-    if local_rank != 0:
-        yield
+        dist.all_gather_object(made, mine, group=_patient_group())
+    if is_first:
+        return result
+    received = next((content for name, content in filter(None, made) if name == host), None)
+    return make() if received is None else pickle.loads(received)
 
 
 @cache

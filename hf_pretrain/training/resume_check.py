@@ -13,8 +13,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
-import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
@@ -26,6 +24,7 @@ from ..checkpoints.manifest import MANIFEST_NAME, find_damage, read_manifest
 from ..checkpoints.optimizer_state import is_whole
 from ..checkpoints.zero_state import whole_parameter
 from ..loading.adapters import is_adapted
+from ..rows.manifest import describe_data
 from ..runtime.errors import UserError
 from ..runtime.flags import flags_of
 from ..runtime.ranks import on_main_process
@@ -53,8 +52,6 @@ _CONFIG_HARMLESS = {
     *("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"),
 }
-# Columns that TRL computes with the reference model. On a GPU, their last bits may change; its weights do not.
-_REFERENCE_COLUMNS = {"ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"}
 
 
 def describe_settings(args: LMTrainingArguments, others: Iterable[Any] = ()) -> dict[str, Any]:
@@ -88,24 +85,6 @@ def _compared_of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Return values as a manifest holds them."""
     return json.loads(json.dumps(values, default=lambda part: sorted(part) if isinstance(part, set) else str(part)))
-
-
-def describe_data(dataset: Any) -> dict[str, Any]:
-    """
-    Return the number of rows of a dataset and a digest of all rows. For a stream, return a digest of its description;
-    for any other kind of dataset, return an empty `dict`.
-    """
-    if isinstance(dataset, datasets.IterableDataset):
-        return {"digest": _digest(dataset.info.description)}
-    if not isinstance(dataset, datasets.Dataset):
-        return {}
-    digest = xxhash.xxh3_128()
-    names = [name for name in dataset.column_names if name not in _REFERENCE_COLUMNS]
-    for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=1000):
-        # NOTE: a slice would be serialized with some bytes of the rows after it. `take` copies the rows of a batch.
-        for batch in table.take(np.arange(len(table))).combine_chunks().to_batches():
-            digest.update(batch.serialize())
-    return {"rows": len(dataset), "digest": digest.hexdigest()}
 
 
 def describe_config(config: Any) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """Training arguments: transformers' `TrainingArguments` with defaults for small language models."""
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.distributed as dist
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_available_reporting_integrations
@@ -22,7 +20,6 @@ from ..runtime.errors import UserError
 from ..runtime.flags import check_flags, flag, ignored_flag
 from ..runtime.launchers import launcher
 from ..runtime.names import hint
-from ..runtime.ranks import first_process_first
 from .budgets import MIN_EVAL_STEPS, check_budget
 from .deepspeed_support import prepare_deepspeed_config, refuse_mismatches, turns_on_deepspeed
 from .float8 import check_float8
@@ -256,19 +253,6 @@ class LMTrainingArguments(TrainingArguments):
         ours = cls(**{name: value for name, value in values.items() if name in names}, optim_preset="adamw")
         ours.__dict__.update({name: value for name, value in values.items() if name not in names})
         return ours
-
-    @contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """
-        Run the block in the first process of each machine, and then in the others, which read its cache.
-
-        transformers' method fails after `--ddp_timeout`. This one waits without limit, and ignores the arguments.
-        """
-        if self.world_size > 1 and dist.is_initialized():
-            with first_process_first(self.local_process_index):
-                yield
-        else:
-            yield
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as records and trackers show them: with the compilation that Trainer does not see."""

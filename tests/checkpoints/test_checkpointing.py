@@ -14,11 +14,11 @@ from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write
 from hf_pretrain.checkpoints.whole_weights import load_weights
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassification
+from hf_pretrain.rows.manifest import describe_data
 from hf_pretrain.rows.packing import prepare_rows
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.training.resume_check import describe_data
 from hf_pretrain.training.resuming import checkpoint_to_resume
 from tests.toys import toy_model, write_jsonl
 from tests.trainers import make_documents, make_trainer

@@ -1,9 +1,9 @@
 """
 Run `recipes/pretrain.py` with one fault, which `POISON` names.
 
-`data:other.jsonl:1` gives rank 1 other data. `loss:9:1` makes the loss of the ninth forward pass on rank 1 infinite.
-`gradient:9:0` puts a NaN into a gradient of the ninth pass on rank 0, whose loss is finite. `kill:9:1` kills rank 1 in
-its ninth pass, once.
+`data:other.jsonl:1` gives rank 1 other data, as if it ran on another machine. `loss:9:1` makes the loss of the ninth
+forward pass on rank 1 infinite. `gradient:9:0` puts a NaN into a gradient of the ninth pass on rank 0, whose loss is
+finite. `kill:9:1` kills rank 1 in its ninth pass, once.
 """
 
 import functools
@@ -24,6 +24,7 @@ num_passes = 0
 
 if kind == "data" and os.environ["RANK"] == rank:
     sys.argv[sys.argv.index("--dataset_name") + 1] = number
+    os.environ["LOCAL_RANK"] = "0"
 
 
 @functools.wraps(forward)

@@ -7,7 +7,6 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from transformers import TrainingArguments
@@ -17,7 +16,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import CHAT_TEMPLATE
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import resume_check
-from hf_pretrain.training.resume_check import check_resume, describe_config, describe_data, describe_run
+from hf_pretrain.training.resume_check import check_resume, describe_config, describe_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
 from tests.toys import EXPERTS, toy_model, write_jsonl
@@ -233,21 +232,6 @@ def test_fields_that_do_not_change_a_resumed_run(fields, is_same, tmp_path):
     loaded = type(model).from_pretrained(tmp_path / "a", **fields)
     assert loaded.config._name_or_path != model.config._name_or_path
     assert (describe_config(model.config) == describe_config(loaded.config)) == is_same
-
-
-def test_one_changed_row_of_many_changes_the_digest():
-    """The digest depends on the rows alone, not on the tables and the format that hold them."""
-    rows = {"input_ids": [[number, number + 1] for number in range(4000)], "text": list("abcd") * 1000}
-    whole = describe_data(datasets.Dataset.from_dict(rows))
-    halves = [datasets.Dataset.from_dict(rows).select(part) for part in (range(2001), range(2001, 4000))]
-    assert describe_data(datasets.concatenate_datasets(halves)) == whole
-    assert describe_data(datasets.Dataset.from_dict(rows).select(range(4000)[::-1]).select(range(4000)[::-1])) == whole
-    assert describe_data(datasets.Dataset.from_dict(rows).with_format("torch")) == whole
-    for column, value in (("input_ids", [1, 2]), ("text", "z")):
-        changed = {name: list(values) for name, values in rows.items()}
-        # A sample of every third row would miss it.
-        changed[column][2002] = value
-        assert describe_data(datasets.Dataset.from_dict(changed)) != whole
 
 
 def test_a_flag_newer_than_the_checkpoint_had_its_default(tmp_path):
