@@ -112,7 +112,7 @@ def load_rows(
     is_text, is_stream = data_args.kind == "text", data_args.reading(training_args.seed).streaming
     # All ranks set the template, because a rank that reads a stream renders with its own tokenizer.
     note = None if is_text else set_template(tokenizer, data_args.chat_template, training_args.date)
-    how = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation, "note": note}
+    how: Any = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation, "note": note}
     make = partial(_prepare_sets, data_args, training_args, tokenizer, prepare, **how)
     data = made_once_per_machine(training_args, make, is_shared=not is_stream)
     if not is_evaluation:

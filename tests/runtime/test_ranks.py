@@ -1,0 +1,49 @@
+"""What the first process of a machine makes for the others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.invariants.launching import ROOT
+
+
+# Each of two ranks writes what it got in each case, and how often it made something itself.
+RANK = """
+import json, socket, sys
+from types import SimpleNamespace
+import torch.distributed as dist
+from hf_pretrain.runtime.ranks import made_once_per_machine
+
+store, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{store}", world_size=2, rank=rank)
+
+def try_case(case):
+    args, calls = SimpleNamespace(world_size=2, local_process_index=0 if case == "two machines" else rank), []
+    socket.gethostname = lambda: f"host {rank}" if case == "two machines" else "host"
+
+    def make():
+        calls.append(rank)
+        if case == "failure":
+            raise ValueError(f"rank {rank} failed")
+        return f"rank {rank}"
+
+    try:
+        return made_once_per_machine(args, make, is_shared=case != "stream"), len(calls)
+    except ValueError as error:
+        return str(error), len(calls)
+
+print(json.dumps({case: try_case(case) for case in ("one machine", "two machines", "stream", "failure")}))
+dist.barrier()
+"""
+
+
+def test_the_first_process_of_each_machine_makes_it(tmp_path: Path):
+    words = [sys.executable, "-c", RANK, str(tmp_path / "store")]
+    processes = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in (0, 1)]
+    first, second = (json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes)
+    alone = {"two machines": ["rank 0", 1], "stream": ["rank 0", 1], "failure": ["rank 0 failed", 1]}
+    assert first == {"one machine": ["rank 0", 1], **alone}
+    # The second rank makes nothing on the same machine.
+    alone = {"two machines": ["rank 1", 1], "stream": ["rank 1", 1], "failure": ["rank 1 failed", 1]}
+    assert second == {"one machine": ["rank 0", 0], **alone}
