@@ -25,6 +25,8 @@ def test_one_changed_row_of_many_changes_the_digest():
     assert describe_data(datasets.concatenate_datasets(halves)) == whole
     assert describe_data(datasets.Dataset.from_dict(rows).select(range(4000)[::-1]).select(range(4000)[::-1])) == whole
     assert describe_data(datasets.Dataset.from_dict(rows).with_format("torch")) == whole
+    # The weights of the reference model are compared, and not what it computes.
+    assert describe_data(datasets.Dataset.from_dict(rows | {"ref_chosen_logps": [0.5] * 4000})) == whole
     for column, value in (("input_ids", [1, 2]), ("text", "z")):
         changed = {name: list(values) for name, values in rows.items()}
         # A sample of every third row would miss it.

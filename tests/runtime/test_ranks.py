@@ -10,20 +10,25 @@ from tests.invariants.launching import ROOT
 
 # Each of two ranks writes what it got in each case, and how often it made something itself.
 RANK = """
-import json, socket, sys
+import json, socket, sys, time
+from datetime import timedelta
 from types import SimpleNamespace
 import torch.distributed as dist
 from hf_pretrain.runtime.ranks import made_once_per_machine
 
 store, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{store}", world_size=2, rank=rank)
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", world_size=2, rank=rank, timeout=timedelta(seconds=3)
+)
 
 def try_case(case):
     args, calls = SimpleNamespace(world_size=2, local_process_index=0 if case == "two machines" else rank), []
-    socket.gethostname = lambda: f"host {rank}" if case == "two machines" else "host"
+    socket.gethostname = lambda: f"host {rank}" if "machines" in case else "host"
 
     def make():
         calls.append(rank)
+        # Longer than the collectives of the run may take.
+        time.sleep(6 if case == "slow" else 0)
         if case == "failure":
             raise ValueError(f"rank {rank} failed")
         return f"rank {rank}"
@@ -33,7 +38,8 @@ def try_case(case):
     except ValueError as error:
         return str(error), len(calls)
 
-print(json.dumps({case: try_case(case) for case in ("one machine", "two machines", "stream", "failure")}))
+cases = ("one machine", "slow", "two machines", "no first process on two machines", "stream", "failure")
+print(json.dumps({case: try_case(case) for case in cases}))
 dist.barrier()
 """
 
@@ -42,8 +48,9 @@ def test_the_first_process_of_each_machine_makes_it(tmp_path: Path):
     words = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     processes = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in (0, 1)]
     first, second = (json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes)
-    alone = {"two machines": ["rank 0", 1], "stream": ["rank 0", 1], "failure": ["rank 0 failed", 1]}
-    assert first == {"one machine": ["rank 0", 1], **alone}
-    # The second rank makes nothing on the same machine.
-    alone = {"two machines": ["rank 1", 1], "stream": ["rank 1", 1], "failure": ["rank 1 failed", 1]}
-    assert second == {"one machine": ["rank 0", 0], **alone}
+    shared = {case: ["rank 0", 1] for case in ("one machine", "slow")}
+    alone = dict.fromkeys(["two machines", "no first process on two machines", "stream"], ["rank 0", 1])
+    assert first == {**shared, **alone, "failure": ["rank 0 failed", 1]}
+    # On the same machine, the second rank makes nothing.
+    shared = {case: ["rank 0", 0] for case in shared}
+    assert second == {**shared, **dict.fromkeys(alone, ["rank 1", 1]), "failure": ["rank 1 failed", 1]}
