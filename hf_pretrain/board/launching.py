@@ -199,9 +199,12 @@ def recorded_words(directory: Path) -> list[str]:
 
 def _check_no_code(stage: str, flags: list[str]) -> None:
     """Raise `UserError` if flags, or the file of `--config`, name code of the user."""
-    flags = translate_minimind(flags, stage)
-    parser = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")
-    typed, _ = parser.parse_known_args(flags)
+    try:
+        parser = recipe_parser(hf_pretrain_cli.RECIPES / f"{stage}.py")
+        typed, _ = parser.parse_known_args(translate_minimind(flags, stage))
+    except SystemExit:
+        # It would end the board.
+        raise UserError("Its command prints help, or needs an extra that is not installed. Use a terminal.") from None
     for values in (vars(typed), read_defaults(Path(typed.config)) if typed.config else {}):
         names_code = any(values.get(name) for name, about in parser.flags.items() if about.get("names") == "code")
         if names_code or ":" in str(values.get("rewards")):

@@ -533,6 +533,7 @@ PROGRAM = "import pathlib; pathlib.Path('ran').touch()"
         ("python pretrain.py", "recipes of this package"),
         (f"python {ROOT}/recipes/../hf_pretrain_cli.py pretrain", "recipes of this package"),
         (f"python {RECIPE} --run_name '", "quotation"),
+        (f"python {RECIPE} --help", "prints help"),
         (f"python {RECIPE} --run_name <token>", "token"),
         (f"python {ROOT}/recipes/grpo.py --rewards out.a.mine:run", "code or tasks of your own"),
         (f"python {ROOT}/recipes/grpo.py --tools out.a.mine:run", "code or tasks of your own"),
