@@ -9,20 +9,19 @@ import gc
 import signal
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
-
-if sys.platform == "win32":
-    # NOTE: on Windows, a process that imports torch before pyarrow, which datasets needs, may end without a message
-    # (https://github.com/jingyaogong/minimind/issues/771).
-    import pyarrow  # noqa: F401
 
 # Ctrl-C ends a recipe without a traceback of what it imports here. Other programs keep their handler.
 _HERE = Path(__file__).resolve().parent
 _IS_RECIPE = Path(sys.argv[0]).resolve().parent in (_HERE / "recipes", _HERE.parent / "recipes")
 if _IS_RECIPE and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+if sys.platform == "win32":
+    # NOTE: on Windows, a process that imports torch before pyarrow, which datasets needs, may end without a message
+    # (https://github.com/jingyaogong/minimind/issues/771).
+    import pyarrow  # noqa: F401
 
 # torch and transformers create about a million objects that live until the process ends. The garbage collector would
 # search all of them again and again: a quarter of the time of the import.
@@ -54,6 +53,9 @@ _LAZY = {
 
 def __getattr__(name: str):
     if name == "__version__":
+        # It takes too long for an import before the handler of Ctrl-C.
+        from importlib.metadata import version
+
         return version("hf_pretrain")
     if name in _LAZY:
         return vars(import_module(_LAZY[name], __name__))[name]

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.constants import REPOCARD_NAME
-
 from hf_pretrain.hub.model_card import format_conversion_card
 from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.loading.model_arguments import parse_fields
@@ -93,7 +91,7 @@ def main(args: ConversionArguments) -> None:
     report = export(model, args.to, args.format, tokenizer=tokenizer, stage=args.stage or "full_sft", **how)
     facts = {"repo_id": repo_id, "source": args.source, "format": args.format, "license": args.hub_license}
     card = format_conversion_card(model, str(report), has_tokenizer=tokenizer is not None, **facts)
-    Path(args.to, REPOCARD_NAME).write_text(card, encoding="utf-8")
+    Path(args.to, "README.md").write_text(card, encoding="utf-8")
     if merge is not None:
         print(f"Merged; largest logit difference from peft's unmerged model {merge.max_difference:.2e}")
     print(f"{args.to}: {report}")

@@ -16,15 +16,13 @@ with the figures of its answers. With the flags or the `--config` of a run, it r
 this run printed at its end. It writes all results to `evaluation.json` in the model's directory.
 """
 
-from transformers.trainer_callback import PrinterCallback
-
-from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.evaluation.evaluation import (
     EvaluationArguments,
     ValidationArguments,
     begin_results,
     format_results,
     load_validation,
+    make_trainer,
     run_tasks,
     write_results,
 )
@@ -32,7 +30,6 @@ from hf_pretrain.evaluation.position_losses import measure_positions
 from hf_pretrain.inference.samples import measure_answers
 from hf_pretrain.inference.terminal_chat import is_base_model
 from hf_pretrain.loading.model_arguments import ModelArguments, load_model
-from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.runtime.command_line import announce, one_line_errors
 from hf_pretrain.runtime.ranks import leave_process_group
 from hf_pretrain.training.parsing import parse_args
@@ -51,10 +48,7 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
     rows = load_validation(data_args, training_args, tokenizer)
 
     announce("evaluating")
-    collator = DataCollatorForPackedRows(tokenizer.pad_token_id)
-    trainer = MaskedLossTrainer(model, training_args, collator, eval_dataset=rows.eval, processing_class=tokenizer)
-    # The report below holds the figures that this callback would print.
-    trainer.remove_callback(PrinterCallback)
+    trainer = make_trainer(model, training_args, rows, tokenizer)
     metrics = trainer.evaluate() if rows.eval is not None else {}
     if rows.conversations is not None:
         metrics |= measure_answers(trainer.model, tokenizer, rows.conversations)

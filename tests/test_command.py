@@ -124,14 +124,16 @@ def test_no_secret_is_printed(tmp_path):
     ]
     words += ["--password=hidden6", "--dataset_name", "s3://me:hidden@7@host/a.txt", "--resume_from_checkpoint"]
     words += ["https://host/hidden.not?X-Amz-Signature=hidden8&part=1", "--eos_token", "<end>", "--max_steps", "3"]
+    words += ["--sft_args", "--hub_token hidden9 --lora_r 4 --api_key=hidden10 --hub-token='hidden11'"]
     command = [sys.executable, str(ROOT / "hf_pretrain_cli.py"), "pretrain", *words]
     result = run(command, cwd=tmp_path, env=cpu_environment(PYTHONPATH=str(ROOT)))
     assert result.returncode == 2 and not re.search("hidden(?!.not)", result.stdout + result.stderr), result.stderr
     printed = shlex.split(result.stderr.splitlines()[0])
-    assert printed[-7:-2] == [
+    assert printed[-9:-4] == [
         *("s3://<token>@host/a.txt", "--resume_from_checkpoint"),
         *("https://host/hidden.not?X-Amz-Signature=<token>&part=1", "--eos_token", "<end>"),
     ]
+    assert printed[-1] == "--hub_token <token> --lora_r 4 --api_key=<token> --hub-token='<token>'"
 
 
 def test_the_command_describes_itself_without_torch():
@@ -158,7 +160,9 @@ def test_a_full_disk_ends_what_the_command_prints_with_a_line(words):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads which libraries a process has loaded")
-@pytest.mark.parametrize("words", ["chat", "serve --web", "sft --use_cpu", "sft --use_cpu --nproc 2", "completion"])
+@pytest.mark.parametrize(
+    "words", ["chat", "serve --web", "sft --use_cpu", "sft --use_cpu --nproc 2", "completion", "evaluate"]
+)
 def test_ctrl_c_during_the_imports_ends_a_command_without_a_message(words):
     command = [sys.executable, "hf_pretrain_cli.py", *words.split()]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": cpu_environment(), "text": True}

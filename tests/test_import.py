@@ -1,5 +1,6 @@
 """The import of the package changes nothing in the process, and loads pyarrow before torch on Windows."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -78,3 +79,12 @@ def test_windows_loads_pyarrow_before_torch(module):
     """The other order ends processes there without a message (MiniMind's issue 771)."""
     result = run(WINDOWS.replace("import hf_pretrain", f"import {module}"))
     assert result.stderr == "pyarrow\n", result.stderr
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_a_recipe_imports_the_package_first(recipe):
+    """The package sets what Ctrl-C does. Libraries imported before it would print their traceback."""
+    imports = [node for node in ast.parse(recipe.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    others = [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names]
+    assert others[0].startswith("hf_pretrain")

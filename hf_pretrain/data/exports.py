@@ -98,7 +98,7 @@ def _split_chat(chat: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
     messages of one person as one message, without media and forwarded texts.
     """
     written, number, last, num_odd = [], 0, 0, 0
-    for message in chat["messages"]:
+    for message in chat.get("messages") or ():
         try:
             parts = message.get("text") or ""
             text = "".join(part if isinstance(part, str) else part["text"] for part in parts).strip()

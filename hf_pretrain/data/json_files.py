@@ -30,14 +30,16 @@ def read_lines(path: Path, reading: Reading, *, may_be_array: bool = False) -> I
             return
         second = next(lines, None)
         # Programs that print JSON for people begin so.
-        if second and (first.strip() == "[" or (first.strip() == "{" and second[1].lstrip().startswith('"'))):
-            rest = "\n".join(line for _, line in lines)
-            whole = f"{first}\n{second[1]}\n{rest}"
+        opens = first.strip() == "[" or (first.strip() == "{" and second and second[1].lstrip().startswith('"'))
+        is_spread = second is not None and opens
+        if is_spread or (second is None and may_be_array):
+            whole = "\n".join([first, *(line for _, line in chain([second] if second else [], lines))])
             exported = load_named("hf_pretrain.data.exports:read_export")(whole) if may_be_array else None
-            if not exported:
+            if exported:
+                yield from ((number, as_json(record)) for number, record in enumerate(exported, start=1))
+                return
+            if is_spread:
                 shapes = "one object per line (`jq -c`), or in a .json file one array of objects"
                 chats = "Of Telegram's exports, only personal chats in which both write are read."
                 raise UserError(f"{path} holds JSON over several lines. Write {shapes}. {chats}")
-            yield from ((number, as_json(record)) for number, record in enumerate(exported, start=1))
-            return
         yield from chain([(start, first)] if first else [], [second] if second else [], lines)

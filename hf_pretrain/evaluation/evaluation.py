@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.trainer_callback import PrinterCallback
 
 from ..checkpoints.directory import find_newest_run
 from ..rows.chat_arguments import ChatArguments
+from ..rows.collators import DataCollatorForPackedRows
 from ..rows.preparation import PreparedData, load_rows
 from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
@@ -20,6 +22,7 @@ from ..runtime.flags import flag
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole
 from ..training.evaluation_arguments import check_whole_model
+from ..training.masked_loss_trainer import MaskedLossTrainer
 from ..training.training_arguments import LMTrainingArguments
 from .tool_call_task import TASK, evaluate_tool_calls, format_failures
 
@@ -135,6 +138,17 @@ def load_validation(
             f"--max_length {data_args.max_length} if the data are conversations."
         )
     return data
+
+
+def make_trainer(
+    model: PreTrainedModel, args: EvaluationArguments, data: PreparedData, tokenizer: PreTrainedTokenizerFast
+) -> MaskedLossTrainer:
+    """Return the trainer that evaluates a model on the validation set of `data`."""
+    collator = DataCollatorForPackedRows(tokenizer.pad_token_id)
+    trainer = MaskedLossTrainer(model, args, collator, eval_dataset=data.eval, processing_class=tokenizer)
+    # The table of results holds the figures that this callback would print.
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def begin_results(

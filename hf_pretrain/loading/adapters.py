@@ -160,9 +160,10 @@ def merge_adapter(adapted: Any) -> MiniMindForCausalLM:
         `UserError`: if peft cannot merge this kind of adapter, or if a merged weight is not finite.
     """
     base = adapted.get_base_model()
-    # NOTE: peft would merge the LoRA of the embedding into a head that shares its matrix, too.
-    if base.config.tie_word_embeddings and any("embed_tokens.lora_" in name for name, _ in base.named_parameters()):
-        raise UserError("An adapter of the embedding cannot be merged if the output head shares its matrix.")
+    # NOTE: peft would merge the LoRA of the embedding or of the head into the matrix that both share.
+    names = " ".join(name for name, _ in base.named_parameters())
+    if base.config.tie_word_embeddings and ("embed_tokens.lora_" in names or "lm_head.lora_" in names):
+        raise UserError("An adapter of the embedding or of the head cannot be merged if they share their matrix.")
     try:
         return adapted.merge_and_unload(safe_merge=True)
     # peft cannot merge a bias of LoRA into a layer without a bias.

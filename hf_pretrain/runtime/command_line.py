@@ -164,6 +164,8 @@ def quiet_libraries() -> None:
     _hide_message("DeepSpeed", "Setting accelerator to CPU")
     # NOTE: on resume, transformers compares shares of all steps (`--save_steps 0.1`) with the saved numbers of steps.
     _hide_message("transformers.trainer_utils", "The following arguments do not match")
+    # NOTE: transformers looks for the recorded path, and `restore_best` beside the checkpoint.
+    _hide_message("transformers.trainer", "The best checkpoint")
 
 
 def _hide_message(logger: str, part: str) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 _NAME = r"[\w-]*(?:token|key|secret|password|passwd|signature|sig)"
 # `--pad_token` and its siblings name words of a vocabulary.
 _FLAG = rf"--(?!(?:pad|eos|bos|unk|mask|sep|cls)[_-]){_NAME}"
-# The value of a flag, the signature and the login of an address, and tokens of the Hub wherever they stand.
-_SECRETS = rf"(^{_FLAG}=).+|([?&]{_NAME}=)[^&]+|(://)[^/]+(?=@)|\bhf_[A-Za-z0-9]{{20,}}"
+# The value of a flag, also of one within a word (`--sft_args "--hub_token X"`), the signature and the login of an
+# address, and tokens of the Hub wherever they stand.
+_WITHIN = rf"(?:^|[\s='\"]){_FLAG}(?:\s+|=)['\"]?"
+_SECRETS = rf"(^{_FLAG}=).+|({_WITHIN})[^\s'\"]+|([?&]{_NAME}=)[^&]+|(://)[^/]+(?=@)|\bhf_[A-Za-z0-9]{{20,}}"
 
 
 def hide_secrets(words: Sequence[str]) -> list[str]:

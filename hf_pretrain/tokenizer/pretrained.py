@@ -81,23 +81,28 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     is_path = Path(name_or_path).is_dir()
     if Path(name_or_path).is_file():
-        fix = "Pass --tokenizer_name_or_path with the directory of its tokenizer, such as MiniMind's `model`"
-        raise UserError(f"{name_or_path} holds weights, but no tokenizer. {fix}.")
+        fix = "Pass the directory of its tokenizer, such as MiniMind's `model`: --tokenizer_name_or_path of a stage"
+        raise UserError(f"{name_or_path} holds weights, but no tokenizer. {fix}, or --tokenizer of convert.")
     if not may_be_checkpoint(name_or_path):
         stage = "the stage that writes it, such as `hf-pretrain pretrain --preset tiny` for out/pretrain-tiny"
         raise UserError(f"There is no directory {name_or_path}. Correct the name, or first run {stage}.")
     # Without this file, transformers would build an empty tokenizer from a config.json.
     if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
+        if base := _base_of_adapter(name_or_path):
+            return load_tokenizer(base)
         raise UserError(f"The directory {name_or_path} holds no tokenizer.json. Name one that a run or recipe wrote.")
+    can_answer = is_path or constants.HF_HUB_OFFLINE or _hub_answers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path,
             # NOTE: without a value, transformers asks on stdin, and a batch job cannot answer.
             trust_remote_code=False,
-            local_files_only=is_path or constants.HF_HUB_OFFLINE or not _hub_answers(),
+            local_files_only=is_path or constants.HF_HUB_OFFLINE or not can_answer,
         )
     # The last two: a JSON file of another shape.
     except (OSError, ValueError, TypeError, AttributeError) as error:
+        if not is_path and can_answer and (base := _base_of_adapter(name_or_path)):
+            return load_tokenizer(base)
         raise UserError(
             f"{name_or_path!r} is neither a directory here nor a Hub id with a tokenizer that can be loaded: {error}"
         ) from error
@@ -105,6 +110,11 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
         fix = "Pass a directory with a tokenizer.json and no tekken.json, or uninstall mistral-common"
         raise UserError(f"{name_or_path} loads as {type(tokenizer).__name__}, which is no fast tokenizer. {fix}.")
     return _complete(tokenizer)
+
+
+def _base_of_adapter(name_or_path: str | Path) -> str | None:
+    """Return the base model of an adapter, which has its tokenizer if peft saved the adapter alone."""
+    return load_named("hf_pretrain.loading.adapters:adapter_base")(name_or_path)
 
 
 def _complete(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -156,13 +166,15 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     local = Path(path)
     directory = local.parent if local.is_file() else local
     if directory.is_dir():
-        return load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+        if (directory / "tokenizer.json").is_file():
+            return load_tokenizer(directory)
+        return find_tokenizer(base) if (base := _base_of_adapter(directory)) else None
     try:
         # NOTE: without this file, AutoTokenizer builds an empty tokenizer from the config's `model_type`, without an
         # error.
         hf_hub_download(path, "tokenizer.json")
     except (OSError, ValueError):
-        return None
+        return find_tokenizer(base) if (base := _base_of_adapter(path)) else None
     return load_tokenizer(path)
 
 

@@ -34,7 +34,7 @@ from .callbacks import RunFigures, SaveBest
 from .deepspeed_support import gather_from_deepspeed, refusing_mismatches
 from .float8 import convert_to_float8
 from .launch import check_accumulation
-from .optimizers import OPTIMIZERS, complete_schedule, restore_settings
+from .optimizers import OPTIMIZERS, complete_schedule, refusing, restore_settings
 from .reporting import write_model_card
 from .resume_check import check_resume, describe_run, digest_fixed_weights, restore_best
 from .resuming import checkpoint_to_resume
@@ -120,13 +120,15 @@ class RunTrainer(Trainer):
         build = OPTIMIZERS[self.args.optim_preset].build
         if self.optimizer is None and build is not None and self.optimizer_cls_and_kwargs is None:
             self.optimizer = build(model or self.model, self.args, uses_deepspeed=self.is_deepspeed_enabled)
-        return super().create_optimizer(model)
+        with refusing("--optim_args", self.args.optim_args):
+            return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         # Only here is the number of steps known.
         budget = self.time_budget
         num_training_steps = num_training_steps if budget is None else PARTS_OF_TIME
-        with overriding(self.args, lr_scheduler_kwargs=complete_schedule(self.args, num_training_steps)):
+        kwargs = complete_schedule(self.args, num_training_steps)
+        with overriding(self.args, lr_scheduler_kwargs=kwargs), refusing("--lr_scheduler_kwargs", kwargs):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The state of a checkpoint replaces their settings.
         self._new_groups = [dict(group) for group in (optimizer or self.optimizer).param_groups]

@@ -9,8 +9,8 @@ neither shares the matrices out to the ranks nor gathers sharded ones.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,17 @@ def complete_schedule(args: TrainingArguments, num_steps: int) -> dict[str, Any]
     if args.lr_scheduler_type == "warmup_stable_decay":
         return {"num_decay_steps": math.ceil(0.2 * num_steps), "min_lr_ratio": 0.1} | (given or {})
     return given or {"min_lr_rate": 0.1} if args.lr_scheduler_type == "cosine_with_min_lr" else given
+
+
+@contextmanager
+def refusing(flag: str, value: Any) -> Iterator[None]:
+    """Raise `UserError` if a library refuses the `value` of a flag."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if value is None:
+            raise
+        raise UserError(f"{flag} {value} does not fit: {error}. Correct the names and values.") from error
 
 
 def restore_settings(optimizer: torch.optim.Optimizer, scheduler: Any, groups: list[dict[str, Any]]) -> None:

@@ -127,9 +127,10 @@ CONVERSATIONS = [
 ]
 
 
-def test_chats_of_telegram(tmp_path):
+@pytest.mark.parametrize("indent", [1, None])
+def test_chats_of_telegram(tmp_path, indent):
     path = tmp_path / "result.json"
-    path.write_text(json.dumps(CHAT, indent=1, ensure_ascii=False), encoding="utf-8")
+    path.write_text(json.dumps(CHAT, indent=indent, ensure_ascii=False), encoding="utf-8")
     assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == CONVERSATIONS
     group = chat((0, 5, "a"), (1, 9, "b"), kind="private_group")
     second = chat((0, 9, "you?"), (1, 6, "me"), number=6)
@@ -138,7 +139,7 @@ def test_chats_of_telegram(tmp_path):
         "personal_information": {"user_id": 9},
         "chats": {"about": "b", "list": [CHAT, group, second]},
     }
-    path.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(whole, indent=indent), encoding="utf-8")
     expected = [*CONVERSATIONS, [("assistant", "you?"), ("user", "me")]]
     assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == expected
     assert len(load_documents([str(path)], Reading(kind="conversation", validation_fraction=0))[0]) == 3
@@ -158,7 +159,8 @@ def test_chats_of_telegram(tmp_path):
 def test_an_odd_message_of_telegram_is_left_out(tmp_path, odd, caplog):
     path = tmp_path / "result.json"
     odder = {**CHAT, "messages": [*CHAT["messages"][:5], odd, *CHAT["messages"][5:]]}
-    path.write_text(json.dumps({"chats": {"list": [7, {"type": "saved_messages"}, odder]}}, indent=1))
+    empty = {"type": "personal_chat", "id": 6}
+    path.write_text(json.dumps({"chats": {"list": [7, {"type": "saved_messages"}, empty, odder]}}, indent=1))
     assert [contents(record) for record in read_records([str(path)], Reading(kind=None))] == CONVERSATIONS
     assert "1 messages of a chat of Telegram have another form, and are left out" in caplog.text
 

@@ -29,6 +29,8 @@ from transformers import (
 from hf_pretrain.checkpoints.writer import write_model
 from hf_pretrain.loading.adapters import AdapterArguments, adapter_base, add_adapter, load_adapter, merge_adapter
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer, save_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import adapted_model, upstream_lora
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.importing import load_upstream
@@ -206,6 +208,21 @@ def test_adapters_in_shards_and_pickles_are_read(bases, tmp_path):
         assert_same(logits_of(load_merged(str(tmp_path / name), dtype="float32")[0]), expected)
 
 
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(bases, tmp_path):
+    """Stock peft saves none."""
+    base = shutil.copytree(bases / "llama", tmp_path / "base")
+    trained = train_tokenizer(["some text"] * 4, vocab_size=320)
+    save_tokenizer(trained, base)
+    adapter = write_adapter(base, lora(), tmp_path / "adapter")
+    for tokenizer in (load_tokenizer(adapter), find_tokenizer(adapter)):
+        assert tokenizer.get_vocab() == trained.get_vocab()
+    # neither has one
+    (base / "tokenizer.json").unlink()
+    assert find_tokenizer(adapter) is None
+    with pytest.raises(UserError, match="base holds no tokenizer.json"):
+        load_tokenizer(adapter)
+
+
 REFUSED = {
     "IA3": (IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"), "peft_type IA3"),
     "LoHa": (LoHaConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"), "peft_type LOHA"),
@@ -226,12 +243,13 @@ def test_other_kinds_are_refused_by_name(kind, bases, tmp_path):
         load_merged(str(adapter))
 
 
-def test_the_lora_of_a_tied_embedding_is_not_merged(bases, tmp_path):
-    """peft would merge it into the head, too: 0.5 of the largest logit off its own unmerged model."""
-    adapter = write_adapter(bases / "tied", lora("q_proj", "embed_tokens"), tmp_path / "adapter")
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_the_lora_of_one_of_two_tied_matrices_is_not_merged(bases, tmp_path, module):
+    """peft would merge it into the other, too: 0.5 of the largest logit off its own unmerged model."""
+    adapter = write_adapter(bases / "tied", lora("q_proj", module), tmp_path / "adapter")
     adapted = load_adapter(load_upstream(bases / "tied"), adapter)
     assert_same(logits_of(adapted), logits_of(in_peft(bases / "tied", adapter)))
-    with pytest.raises(UserError, match="embedding cannot be merged"):
+    with pytest.raises(UserError, match="cannot be merged if they share"):
         merge_adapter(adapted)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import launcher_command, start
 from tests.toys import toy_model
@@ -40,6 +41,19 @@ def test_an_error_is_recorded_and_raised(tmp_path, monkeypatch):
         trainer.train()
     assert "ConnectionError" in (tmp_path / "run.json").read_text()
     assert "ConnectionError" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr_scheduler_kwargs": {"a": 1}}, r"--lr_scheduler_kwargs \{'a': 1\} does not fit: .*'a'"),
+        ({"optim_preset": "adamw", "optim_args": "a"}, "--optim_args a does not fit: "),
+        ({"optim": "rmsprop", "optim_args": "momentum=x"}, "--optim_args momentum=x does not fit: .*'x'"),
+    ],
+)
+def test_options_that_a_library_refuses_are_named(tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        make_run_trainer(tmp_path, **arguments).train()
 
 
 def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path, restored, monkeypatch):
