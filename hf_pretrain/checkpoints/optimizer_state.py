@@ -77,7 +77,7 @@ def load_optimizer(
     groups = optimizer.param_groups
     fits = _rates(groups) == _rates(saved["param_groups"])
     if not fits and "lr_lambdas" in schedule:
-        schedule |= {name: scheduler.state_dict()[name] for name in ("base_lrs", "lr_lambdas", "_last_lr")}
+        schedule |= {name: scheduler.state_dict()[name] for name in ("lr_lambdas", "_last_lr")}
     scheduler.load_state_dict(schedule)
     # The state by number of an older version, or of another program.
     has_names = not any(isinstance(name, int) for name in saved["state"])

@@ -20,6 +20,7 @@ from ..model.router_loss import find_documents, router_loss
 from ..rows.row_source import EvaluationBatches, RowSource, pad_rows
 from ..runtime.errors import UserError
 from ..training.base_trainer import RunTrainer
+from ..training.settling import overriding
 
 
 REFERENCE_NAME = "reference.safetensors"
@@ -189,6 +190,11 @@ class TrlTrainer(RunTrainer):
                 total, count = self.item_sums.get(name, (0.0, 0.0))
                 self.item_sums[name] = (total + weight * values[-1], count + weight)
         return loss, logits, labels
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        # NOTE: TRL itself logs times and completions to trackio, which refuses them before and after its run.
+        with overriding(self.args, report_to=self.args.report_to if self.is_in_train else []):
+            return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any

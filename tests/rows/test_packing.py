@@ -87,6 +87,12 @@ def test_best_fit_equals_a_naive_search(seed):
     assert sorted(spaces) == naive_best_fit_decreasing(lengths.tolist(), 64)
 
 
+def test_best_fit_keeps_the_order_of_equal_lengths():
+    """Otherwise, the rows of two platforms would differ."""
+    row_of = packing._best_fit_decreasing(np.array([40, 64] * 50), 64)
+    assert row_of.reshape(50, 2).tolist() == [[50 + pair, pair] for pair in range(50)]
+
+
 def test_wrapped_is_the_stream_cut_into_rows(tokenizer, texts):
     rows, report = pack(texts, tokenizer, packing_strategy="wrapped")
     documents = encode_documents(texts, tokenizer)

@@ -122,6 +122,19 @@ def test_the_teacher_does_not_change(tmp_path):
         assert id(parameter) not in optimized and parameter.grad is None and torch.equal(parameter, weights[name])
 
 
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_teacher_computes_in_the_precision_of_the_student(tmp_path, kind, bf16):
+    teacher = make_teacher() if kind == "ours" else llama().requires_grad_(False)
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=bf16, report_to="none")
+    seen = []
+    teacher.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    term = TeacherTerm(teacher, DistillationArguments("teacher"), args)
+    ids = torch.arange(8).view(1, 8)
+    term({"input_ids": ids, "labels": ids, "position_ids": ids})
+    assert seen == [torch.bfloat16 if bf16 else torch.float32]
+
+
 # Teachers
 
 

@@ -266,13 +266,29 @@ def minimind_loss(model, reference, batch: dict[str, torch.Tensor], rewards: tor
     return (((0.1 * kl - gain) * tokens).sum(1) / tokens.sum(1)).mean()
 
 
+def test_trl_writes_to_trackers_only_while_they_track(tokenizer, tmp_path):
+    """trackio raises an error before and after its run."""
+    seen = []
+
+    def reward(completions, **columns):
+        seen.append((trainer.is_in_train, trainer.args.report_to))
+        return [1.0] * len(completions)
+
+    data = {"reward_funcs": reward, "eval_dataset": toy_tasks(4)}
+    trainer = toy_trainer(tokenizer, tmp_path, trainer=data, report_to="tensorboard", per_device_eval_batch_size=4)
+    trainer.train()
+    trainer.evaluate()
+    assert {True, False} == {is_in_train for is_in_train, _ in seen}
+    assert all(trackers == (["tensorboard"] if is_in_train else []) for is_in_train, trackers in seen)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo"])
 def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_path, loss_type):
     page = (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8")
     words = shlex.split(re.search(r"```bash\nhf-pretrain grpo (.*?)```", page, re.DOTALL)[1].replace("\\\n", " "))
     # Only sizes and the precision differ from the page.
     own = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "--eval_strategy", "no"]
-    own += ["--max_completion_length", "8"]
+    own += ["--max_completion_length", "8", "--report_to", "none"]
     *_, args = parse_args(
         ModelArguments, AdapterArguments, TaskArguments, GRPOTrainingArguments, stage="grpo", argv=[*words, *own]
     )
