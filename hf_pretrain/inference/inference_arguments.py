@@ -158,7 +158,10 @@ def load_engine(
             loading["config"] = with_yarn(MiniMindConfig.from_pretrained(name), rope_scaling)
         model = load_native_checkpoint(name, **loading)
     else:
-        # Other architectures of transformers, which this package cannot convert.
+        # Checkpoints of transformers, also of architectures that this package cannot convert.
+        if engine == "llama.cpp":
+            fix = "Convert it with `hf-pretrain convert`, or leave the flag out"
+            raise UserError(f"--engine llama.cpp serves models of this package, and {name} is another's. {fix}.")
         model = AutoModelForCausalLM.from_pretrained(name, **loading)
     set_stop_tokens(model, tokenizer)
     if isinstance(model, MiniMindForCausalLM):

@@ -19,6 +19,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.inference.inference_arguments import load_engine
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.inference.server_requests import MAX_BYTES
 from hf_pretrain.inference.serving import check_ports
@@ -503,16 +504,18 @@ def test_the_positions_of_the_served_model_are_extended(talker):
     assert answer.choices[0].text.replace("\ufffd", "") == expected
 
 
-@pytest.mark.parametrize("kind", ["gguf", "adapter"])
-def test_a_gguf_file_and_an_adapter_are_served(talker, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["gguf", "adapter", "llama"])
+def test_files_of_other_programs_and_adapters_are_served(talker, tmp_path, kind):
     model, tokenizer = MiniMindForCausalLM.from_pretrained(talker), load_tokenizer(talker)
-    path = tmp_path / "model.gguf"
-    if kind == "gguf":
-        export(model, str(tmp_path), "gguf", tokenizer=tokenizer)
-    else:
-        path = tmp_path / "adapter"
+    path = tmp_path / "model.gguf" if kind == "gguf" else tmp_path
+    if kind == "adapter":
+        # Its tokenizer is that of the base model.
         add_adapter(model, AdapterArguments(use_peft=True)).save_pretrained(path)
-        tokenizer.save_pretrained(path)
+    else:
+        export(model, str(tmp_path), kind, tokenizer=tokenizer)
+    if kind == "llama":
+        with pytest.raises(UserError, match="--engine llama.cpp serves models of this package"):
+            load_engine(str(path), engine="llama.cpp")
     with served(str(path)) as client:
         answer = ask(client, SUM[:1])
         assert answer.choices[0].message.content == "It is four."
