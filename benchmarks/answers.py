@@ -38,7 +38,8 @@ from benchmarks.bench import NUM_DOCUMENTS, ROOT, environment
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.inference import llama_cpp_process
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer

@@ -24,7 +24,8 @@ from benchmarks import programs
 from benchmarks.programs import Setting, wait_for
 from benchmarks.upstream_style import UpstreamStyleModel, UpstreamStyleTrainer, load_checkout, logits_of
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments

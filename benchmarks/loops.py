@@ -22,7 +22,8 @@ from hf_pretrain.data.documents import load_documents
 from hf_pretrain.evaluation.eval_questions import EvalQuestions
 from hf_pretrain.inference.samples import answer_figures, choose_questions, generate, stop_tokens_of
 from hf_pretrain.loading.adapters import is_adapted
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 

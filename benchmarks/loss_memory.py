@@ -71,7 +71,7 @@ def loss_of(path: str, vocab_size: int, device: torch.device) -> Callable[[], No
     term = TeacherTerm(teacher, DistillationArguments(teacher_name_or_path="a teacher"), settings)
 
     def distil() -> None:
-        model(**inputs, row_loss=term(inputs), skip_logits=True).loss.backward()
+        model(**inputs, token_loss=term(inputs), skip_logits=True).loss.backward()
 
     return distil
 

@@ -37,9 +37,10 @@ from benchmarks.programs import NUM_WARMUP_STEPS, wait_for
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.data.corpora import load_embedded
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, load_adapter
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.chat_arguments import ChatArguments
-from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.rows.data_arguments import PreferenceArguments
 from hf_pretrain.rows.encoding import encode_conversation
 from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.rows.preparation import PreparedData, load_rows
@@ -145,7 +146,7 @@ def rows_of(stage: Stage, directory: Path, args: argparse.Namespace, tokenizer: 
     settings = DPOTrainingArguments(str(directory / "rows"), use_cpu=args.device == "cpu", max_length=LENGTH)
     reading: dict[str, Any] = {"validation_fraction": 0.0, "num_proc": 1}
     if stage.trainer == "dpo":
-        preferences = SourceArguments([str(directory / "preference.jsonl")], **reading)
+        preferences = PreferenceArguments([str(directory / "preference.jsonl")], **reading)
         return load_rows(preferences, settings, tokenizer, prepare=prepare_pairs)
     reading |= {"packing": stage.packing, "max_length": LENGTH}
     return load_rows(ChatArguments([str(directory / "conversation.jsonl")], **reading), settings, tokenizer)

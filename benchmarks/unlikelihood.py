@@ -21,7 +21,8 @@ from transformers.hf_argparser import HfArg
 from examples.no_loops import mark_repeated
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.inference.samples import GREEDY, generate
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.model.loss import prediction_weights
 from hf_pretrain.rows.chat_arguments import ChatArguments
 from hf_pretrain.rows.preparation import load_rows

@@ -22,7 +22,8 @@ from transformers import GenerationConfig
 import hf_pretrain_cli
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.inference.samples import GREEDY, generate, stop_tokens_of
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError

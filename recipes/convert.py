@@ -87,8 +87,8 @@ def main(args: ConversionArguments) -> None:
     if args.push:
         repo_id = create_repository(repo_id, private=args.hub_private_repo)
     announce("writing the model")
-    how = {"dtype": args.dtype, "model_name": Path(args.hub_model_id or args.source).name}
-    report = export(model, args.to, args.format, tokenizer=tokenizer, stage=args.stage or "full_sft", **how)
+    options = {"dtype": args.dtype, "model_name": Path(args.hub_model_id or args.source).name}
+    report = export(model, args.to, args.format, tokenizer=tokenizer, stage=args.stage or "full_sft", **options)
     facts = {"repo_id": repo_id, "source": args.source, "format": args.format, "license": args.hub_license}
     card = format_conversion_card(model, str(report), has_tokenizer=tokenizer is not None, **facts)
     Path(args.to, "README.md").write_text(card, encoding="utf-8")

@@ -13,8 +13,9 @@ those that docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, is_adapted
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
-from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.rows.data_arguments import PreferenceArguments
 from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
@@ -27,13 +28,13 @@ with one_line_errors():
     from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 
 
-ARGUMENTS = (ModelArguments, AdapterArguments, SourceArguments, DPOTrainingArguments)
+ARGUMENTS = (ModelArguments, AdapterArguments, PreferenceArguments, DPOTrainingArguments)
 
 
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
-    data_args: SourceArguments,
+    data_args: PreferenceArguments,
     training_args: DPOTrainingArguments,
 ):
     run = begin_run("dpo", training_args, model_args, adapter_args, data_args)

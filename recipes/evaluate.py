@@ -29,7 +29,8 @@ from hf_pretrain.evaluation.evaluation import (
 from hf_pretrain.evaluation.position_losses import measure_positions
 from hf_pretrain.inference.samples import measure_answers
 from hf_pretrain.inference.terminal_chat import is_base_model
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.command_line import announce, one_line_errors
 from hf_pretrain.runtime.ranks import leave_process_group
 from hf_pretrain.training.parsing import parse_args

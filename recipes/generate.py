@@ -40,8 +40,8 @@ ARGUMENTS = (GenerationArguments,)
 def main(args: GenerationArguments) -> None:
     model, tokenizer = load_for_inference(args, num_sequences=NUM_SEQUENCES)
     room = model.config.max_position_embeddings - args.max_new_tokens
-    how: dict[str, Any] = {"encoding": args.encoding, "is_raw": args.raw, "max_tokens": room}
-    prompts = read_prompts(Path(args.input), tokenizer, enable_thinking=THINK[args.think], **how)
+    reading: dict[str, Any] = {"encoding": args.encoding, "is_raw": args.raw, "max_tokens": room}
+    prompts = read_prompts(Path(args.input), tokenizer, enable_thinking=THINK[args.think], **reading)
     sampling = settle_sampling(tokenizer, **sampling_options(args))
     options = {"batch_size": args.batch_size, "seed": args.seed}
     num_old = write_answers(prompts, Path(args.output), model, tokenizer, **options, **sampling)

@@ -15,7 +15,8 @@ Train a chat model with rewards for its answers: GRPO, its CISPO and DAPO losses
 
 from hf_pretrain.inference.tools import load_tools
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.stages.rewards import load_reward_functions
 from hf_pretrain.training.parsing import parse_args
@@ -40,8 +41,8 @@ def main(
     tools = load_tools(task_args.tools)
     # Begin the run only now: a misspelt reward or tool must not leave traces in the output directory.
     # The losses of these algorithms have no unit.
-    how = {"detail": training_args.method, "loss_unit": training_args.algorithm.upper()}
-    run = begin_run("grpo", training_args, model_args, adapter_args, task_args, **how)
+    options = {"detail": training_args.method, "loss_unit": training_args.algorithm.upper()}
+    run = begin_run("grpo", training_args, model_args, adapter_args, task_args, **options)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
     longest = model.config.max_position_embeddings - (training_args.max_completion_length or 1)

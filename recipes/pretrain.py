@@ -15,7 +15,8 @@ from functools import partial
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors

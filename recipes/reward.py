@@ -13,8 +13,9 @@ lists; `--help-all` prints all flags.
 
 from functools import partial
 
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
-from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.rows.data_arguments import PreferenceArguments
 from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors
@@ -27,10 +28,10 @@ with one_line_errors():
     from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 
 
-ARGUMENTS = (ModelArguments, SourceArguments, RewardTrainingArguments)
+ARGUMENTS = (ModelArguments, PreferenceArguments, RewardTrainingArguments)
 
 
-def main(model_args: ModelArguments, data_args: SourceArguments, training_args: RewardTrainingArguments):
+def main(model_args: ModelArguments, data_args: PreferenceArguments, training_args: RewardTrainingArguments):
     run = begin_run("reward", training_args, model_args, data_args)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     pairs = load_rows(data_args, training_args, tokenizer, prepare=partial(prepare_pairs, are_whole=True))

@@ -111,10 +111,12 @@ def _add_runs(page: gr.Blocks, timer: gr.Timer, t: Translation) -> gr.Radio:
         output = gr.Textbox(label=t("Output"), lines=4, interactive=False, elem_id="export-output")
 
     # matplotlib draws one chart at a time.
-    how: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
-    how |= {"trigger_mode": "always_last"}
+    options: dict[str, Any] = {"show_progress": "hidden", "concurrency_limit": 1, "concurrency_id": "refresh"}
+    options |= {"trigger_mode": "always_last"}
     changing = [chosen, newest, shown, view, log, link]
-    refreshed = gr.on([timer.tick, page.load, chosen.input], partial(_refresh, t), [chosen, shown], changing, **how)
+    refreshed = gr.on(
+        [timer.tick, page.load, chosen.input], partial(_refresh, t), [chosen, shown], changing, **options
+    )
     # The user may choose while the board answers, so the browser decides whether there is a choice.
     keep = "(chosen, newest) => chosen || newest || null"
     refreshed.then(None, [chosen, newest], chosen, js=keep, show_progress="hidden")

@@ -88,9 +88,9 @@ def make_app(*, hosts: list[str], token: str, language: str | None) -> FastAPI:
 
     # Browsers ask for it at the root, and gradio has one below each page.
     app.get("/favicon.ico")(lambda: RedirectResponse("/en/favicon.ico"))
-    how = {"theme": THEME, "css": CSS, "head": HEAD, "footer_links": [], "max_file_size": 1}
+    options = {"theme": THEME, "css": CSS, "head": HEAD, "footer_links": [], "max_file_size": 1}
     for each in LANGUAGES:
-        app = gr.mount_gradio_app(app, make_page(each, flags), f"/{each}", **how)
+        app = gr.mount_gradio_app(app, make_page(each, flags), f"/{each}", **options)
     return app
 
 

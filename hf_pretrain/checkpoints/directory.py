@@ -81,8 +81,8 @@ def _has_manifest(path: Path, *, unverified: bool) -> bool:
 def rotate_checkpoints(newest: Path, *, limit: int | None, best: str | Path | None = None) -> None:
     """Delete the checkpoints with the lowest steps until `limit` are left. `newest` and `best` stay."""
     # By its name: the directory of the run may have been renamed since `best` was saved.
-    kept = str(newest.with_name(Path(best).name)) if best else None
-    trainer_utils.rotate_checkpoints(str(newest.parent), limit, kept)
+    best_path = str(newest.with_name(Path(best).name)) if best else None
+    trainer_utils.rotate_checkpoints(str(newest.parent), limit, best_path)
 
 
 def summarize(damage: list[str]) -> str:

@@ -71,9 +71,9 @@ def load_optimizer(
     """
     # Each rank copies its shards from the mapped file. An optimizer with whole tensors would keep the mapping.
     is_plain = engine is None and not is_sharded(model)
-    how: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    saved = torch.load(Path(directory, OPTIMIZER_NAME), mmap=not is_plain, **how)
-    schedule = torch.load(Path(directory, SCHEDULER_NAME), **how)
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    saved = torch.load(Path(directory, OPTIMIZER_NAME), mmap=not is_plain, **options)
+    schedule = torch.load(Path(directory, SCHEDULER_NAME), **options)
     groups = optimizer.param_groups
     fits = _rates(groups) == _rates(saved["param_groups"])
     if not fits and "lr_lambdas" in schedule:

@@ -130,8 +130,8 @@ class CheckpointWriter:
                 main.close()
                 # Some file systems report a successful write of data that they then lose.
                 if run is not None and (damage := find_damage(target)):
-                    what = f"the files written to {set_aside(target)} read back differently: {summarize(damage)}"
-                    raise OSError(errno.EIO, what)
+                    message = f"the files written to {set_aside(target)} read back differently: {summarize(damage)}"
+                    raise OSError(errno.EIO, message)
 
             source = on_main_process(self.args, begin)
             self.directory = target.parent / ASIDE
@@ -164,9 +164,13 @@ class CheckpointWriter:
             if not refused_write(error):
                 raise
             free = shutil.disk_usage(target.parent).free
-            kept = sort_checkpoints(str(target.parent))
+            checkpoints = sort_checkpoints(str(target.parent))
             raise OSError(
                 f"{target} could not be saved: {error}. A checkpoint takes about "
                 f"{self.checkpoint_bytes() / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB were free. "
-                + (f"{kept[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`" if kept else "")
+                + (
+                    f"{checkpoints[-1]} is intact: make room and resume with `--resume_from_checkpoint auto`"
+                    if checkpoints
+                    else ""
+                )
             ) from error

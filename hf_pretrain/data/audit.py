@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ..rows.encoding import encode_conversation
 from ..runtime.errors import UserError
-from ..tokenizer.answers import set_template
 from ..tokenizer.control_tokens import encode_prompt
+from ..tokenizer.rendering import set_template
 from .records import Record
 
 

@@ -62,8 +62,8 @@ class EmbeddedCorpus:
         # Find the package without importing it: the import would run its code, and only its data files are needed.
         spec = find_spec(self.distribution.replace("-", "_"))
         if spec is None:
-            how = f"Run {install_command('corpora')}, or pass your own data by --dataset_name."
-            raise MissingExtraError(f"This embedded corpus needs the package {self.distribution}. {how}")
+            fix = f"Run {install_command('corpora')}, or pass your own data by --dataset_name."
+            raise MissingExtraError(f"This embedded corpus needs the package {self.distribution}. {fix}")
         return Path(spec.submodule_search_locations[0]) / self.data_path
 
     def version(self) -> str:

@@ -34,11 +34,11 @@ def load_hub_dataset(name: str, *, streaming: bool = False, num_proc: int | None
             the cache does not hold it.
     """
     dataset = DatasetName.parse(name)
-    how = {"revision": dataset.revision, "split": dataset.split or "train", "streaming": streaming}
+    options = {"revision": dataset.revision, "split": dataset.split or "train", "streaming": streaming}
     # NOTE: `load_dataset` refuses `num_proc` together with streaming.
-    how["num_proc"] = None if streaming else num_proc
+    options["num_proc"] = None if streaming else num_proc
     try:
-        records = datasets.load_dataset(dataset.repo_id, dataset.config, **how)
+        records = datasets.load_dataset(dataset.repo_id, dataset.config, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{name!r} is no file here, and could not be loaded from the Hub: {error}") from error
     if dataset.revision is not None:

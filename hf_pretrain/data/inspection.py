@@ -15,9 +15,9 @@ from ..rows.encoding import encode_conversation
 from ..rows.reading import Reading
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
-from ..tokenizer.answers import set_template
 from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.pretrained import load_tokenizer
+from ..tokenizer.rendering import set_template
 from ..tokenizer.training import train_tokenizer
 from .audit import Audit
 from .cleaning import text_digest

@@ -192,9 +192,9 @@ def run_tasks(
     # Only these tasks need lm-eval, an optional package.
     from .lm_eval_tasks import evaluate_tasks
 
-    how: dict[str, Any] = {name: vars(args)[name] for name in ("include_path", "num_fewshot", "limit")}
-    how |= {"batch_size": args.per_device_eval_batch_size, "is_chat": is_chat}
-    return results | evaluate_tasks(model, tokenizer, names, **how)
+    options: dict[str, Any] = {name: vars(args)[name] for name in ("include_path", "num_fewshot", "limit")}
+    options |= {"batch_size": args.per_device_eval_batch_size, "is_chat": is_chat}
+    return results | evaluate_tasks(model, tokenizer, names, **options)
 
 
 def format_results(results: dict[str, Any]) -> str:

@@ -71,8 +71,8 @@ class BosHFLM(RankHFLM):
             single=[tokenizer.bos_token, "$A"], special_tokens=[(tokenizer.bos_token, tokenizer.bos_token_id)]
         )
         # HFLM encodes with special tokens, that is, with the post-processor above, if it adds bos.
-        how = {"add_bos_token": True, "prefix_token_id": tokenizer.bos_token_id}
-        super().__init__(model, tokenizer, batch_size=batch_size, **how)
+        options = {"add_bos_token": True, "prefix_token_id": tokenizer.bos_token_id}
+        super().__init__(model, tokenizer, batch_size=batch_size, **options)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of whole texts, without scoring bos."""

@@ -131,12 +131,12 @@ def push_folder(
         ) from error
 
 
-def _upload(repo_id: str, folder: str | Path, *, message: str | None, revision: str | None, **how: Any) -> str:
+def _upload(repo_id: str, folder: str | Path, *, message: str | None, revision: str | None, **options: Any) -> str:
     """Upload all files of a directory in one commit, and return the address of the repository."""
     if repo_id.startswith(modelscope.PREFIX):
         return modelscope.upload(repo_id, folder, message=message, revision=revision)
     api = HfApi()
-    api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, **how)
+    api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, **options)
     return f"{api.endpoint}/{repo_id}"
 
 

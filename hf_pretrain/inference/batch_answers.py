@@ -24,7 +24,7 @@ ANSWER = "generated"
 
 
 def read_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerFast, *, encoding: str = "utf-8", **how: Any
+    path: Path, tokenizer: PreTrainedTokenizerFast, *, encoding: str = "utf-8", **options: Any
 ) -> list[tuple[dict, list[int]]]:
     """
     Return the records of a file, each with the token ids of its prompt.
@@ -32,7 +32,7 @@ def read_prompts(
     Args:
         path (`Path`): a file of records with prompts.
         encoding (`str`, defaults to `"utf-8"`): encoding of the file.
-        tokenizer ([`PreTrainedTokenizerFast`]), how: the other arguments of [`encode_record`].
+        tokenizer ([`PreTrainedTokenizerFast`]), options: the other arguments of [`encode_record`].
 
     Raises:
         `UserError`: for a record without a usable prompt.
@@ -48,7 +48,7 @@ def read_prompts(
             # The whole record goes into the output.
             for name, value in record.items():
                 check_values(value, name)
-            prompts.append((record, encode_record(record, tokenizer, **how)))
+            prompts.append((record, encode_record(record, tokenizer, **options)))
         except BadRecord as error:
             raise UserError(f"{path}, line {number}: {error.reason}.") from error
     return prompts

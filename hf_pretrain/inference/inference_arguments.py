@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ..checkpoints.directory import find_newest_run
 from ..loading.adapters import adapter_base, is_adapted, merge_adapter
-from ..loading.model_arguments import ModelArguments, load_model, with_yarn
+from ..loading.model import load_model, with_yarn
+from ..loading.model_arguments import ModelArguments
 from ..loading.native import DEFAULT_SAMPLING, is_native_checkpoint, load_native_checkpoint, own_sampling
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
@@ -141,7 +142,7 @@ def load_engine(
         name (`str`): a directory or Hub id, of an adapter, too; a GGUF file; a model of the package index.
         use_cpu (`bool`): do not use the accelerator.
         dtype (`str`): a dtype of torch; `auto` takes that of the weights.
-        rope_scaling (`str`, *optional*): as for [`~loading.model_arguments.with_yarn`].
+        rope_scaling (`str`, *optional*): as for [`~loading.model.with_yarn`].
         engine (`str`, *optional*): as for [`with_engine`].
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):

@@ -117,8 +117,8 @@ class Endpoints:
         self, fields: ChatFields | CompletionFields, prompt: list[int], form: CompletionForm
     ) -> Response:
         """Return an answer, whole or as a stream."""
-        config, how = self._make_config(fields, len(prompt)), {"has_special_tokens": form.has_special_tokens}
-        answer = Answer(self.tokenizer, prompt, config, seed=fields.seed, stops=fields.stop, **how)
+        config, options = self._make_config(fields, len(prompt)), {"has_special_tokens": form.has_special_tokens}
+        answer = Answer(self.tokenizer, prompt, config, seed=fields.seed, stops=fields.stop, **options)
         self.engine.check()
         headers = {"x-request-id": form.request_id}
         if fields.stream:

@@ -133,7 +133,7 @@ class MiniMindConfig(PreTrainedConfig):
 
     model_type = "minimind"
     # Trainer drops these outputs from the predictions that it gathers for metrics.
-    keys_to_ignore_at_inference = ["past_key_values", "cache", "ce_loss", "row_loss", "aux_loss", "router_logits"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "ce_loss", "token_loss", "aux_loss", "router_logits"]
     # transformers reads this name where `rope_parameters` gives no theta.
     default_theta = 1000000.0
     attribute_map = {

@@ -27,7 +27,7 @@ MAX_LOGITS = (2**26, 2**22)
 # Number of logits that a CPU turns into a loss at a time: few enough for the cache of a core.
 LOGITS_IN_CACHE = 2**18
 # Minimum number of tokens per chunk for any vocabulary: each chunk costs a pass over the head's gradient.
-MIN_ROWS = 256
+MIN_CHUNK = 256
 
 
 def prediction_weights(labels: torch.Tensor, loss_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,19 +88,19 @@ class LossParts(NamedTuple):
 
     loss: torch.Tensor
     ce_loss: torch.Tensor
-    row_loss: torch.Tensor | None = None
+    token_loss: torch.Tensor | None = None
 
 
 def whole_loss(
-    logits: torch.Tensor, labels: torch.Tensor, *, row_loss: "RowLoss | None" = None, **weighting
+    logits: torch.Tensor, labels: torch.Tensor, *, token_loss: "TokenLoss | None" = None, **weighting
 ) -> LossParts:
     """Compute the loss of [`linear_loss`] from all logits, of shape `(batch_size, seq_len, vocab_size)`."""
     ce_loss = masked_cross_entropy(logits, labels, **weighting)
-    if row_loss is None:
+    if token_loss is None:
         return LossParts(ce_loss, ce_loss)
     divisor = _divisor(_targets(labels, weighting.get("loss_mask"))[1], weighting.get("num_items_in_batch"))
-    part = row_loss.loss(logits.flatten(0, 1)[row_loss.rows].float(), slice(None)) / divisor
-    return LossParts((1 - row_loss.share) * ce_loss + row_loss.share * part, ce_loss, part)
+    part = token_loss.loss(logits.flatten(0, 1)[token_loss.tokens].float(), slice(None)) / divisor
+    return LossParts((1 - token_loss.share) * ce_loss + token_loss.share * part, ce_loss, part)
 
 
 def linear_loss(
@@ -110,7 +110,7 @@ def linear_loss(
     *,
     loss_mask: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | float | None = None,
-    row_loss: "RowLoss | None" = None,
+    token_loss: "TokenLoss | None" = None,
     compute: "Callable[..., torch.Tensor] | None" = None,
 ) -> LossParts:
     """
@@ -125,27 +125,27 @@ def linear_loss(
         hidden_states (`torch.Tensor` of shape `(batch_size, seq_len, hidden_size)`): output of the last norm.
         weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): matrix of the language-modelling head.
         labels, loss_mask, num_items_in_batch: as in [`masked_cross_entropy`].
-        row_loss ([`RowLoss`], *optional*): a loss that replaces a share of the cross-entropy.
+        token_loss ([`TokenLoss`], *optional*): a loss that replaces a share of the cross-entropy.
         compute (`Callable`, *optional*): [`cross_entropy`], compiled.
 
     Raises:
         `ValueError`: if `loss_mask` and `labels` differ in shape.
     """
     targets, weights = _targets(labels, loss_mask)
-    rows, share = (weighted_rows(weights), 0.0) if row_loss is None else (row_loss.rows, row_loss.share)
-    own = _CrossEntropy(targets[rows], weights[rows], 1 - share, compute or cross_entropy)
-    losses = [own] if row_loss is None else [own, row_loss]
+    tokens, share = (weighted_tokens(weights), 0.0) if token_loss is None else (token_loss.tokens, token_loss.share)
+    own = _CrossEntropy(targets[tokens], weights[tokens], 1 - share, compute or cross_entropy)
+    losses = [own] if token_loss is None else [own, token_loss]
     if not torch.is_grad_enabled():
         # NOTE: inside `autograd.Function.forward` gradients are always disabled, and `ctx.needs_input_grad` ignores
         # `torch.no_grad()` around the call. Detached inputs set `needs_input_grad` to False.
         hidden_states, weight = hidden_states.detach(), weight.detach()
     divisor = _divisor(weights, num_items_in_batch)
-    sums = _LinearLoss.apply(hidden_states.flatten(0, 1)[rows], weight, losses)
+    sums = _LinearLoss.apply(hidden_states.flatten(0, 1)[tokens], weight, losses)
     loss, *parts = (each / divisor for each in sums)
-    return LossParts(loss, loss) if row_loss is None else LossParts(loss, *parts)
+    return LossParts(loss, loss) if token_loss is None else LossParts(loss, *parts)
 
 
-def weighted_rows(weights: torch.Tensor) -> torch.Tensor | slice:
+def weighted_tokens(weights: torch.Tensor) -> torch.Tensor | slice:
     """
     Return an index of the tokens whose weight, in a tensor of shape `(num_tokens,)`, is not 0. Most tokens of
     conversations have no weight.
@@ -177,19 +177,19 @@ def _divisor(weights: torch.Tensor, num_items_in_batch: torch.Tensor | float | N
 
 
 @dataclass
-class RowLoss:
+class TokenLoss:
     """
     A loss that replaces a share of the cross-entropy, such as a teacher's. The head computes both in chunks of tokens.
 
     Args:
-        rows (`torch.LongTensor` or `slice`): index, among the `batch_size * seq_len` tokens of a micro-batch, of those
-            that have a weight ([`weighted_rows`]).
+        tokens (`torch.LongTensor` or `slice`): index, among the `batch_size * seq_len` tokens of a micro-batch, of
+            those that have a weight ([`weighted_tokens`]).
         loss (`Callable`): takes logits of shape `(num_tokens, vocab_size)` in float32 and the index of these tokens
-            among `rows`, and returns the sum of their weighted losses, a scalar in float32.
+            among `tokens`, and returns the sum of their weighted losses, a scalar in float32.
         share (`float`): the share, from 0 to 1.
     """
 
-    rows: torch.Tensor | slice
+    tokens: torch.Tensor | slice
     loss: Callable[[torch.Tensor, slice], torch.Tensor]
     share: float
 
@@ -240,7 +240,7 @@ class _CrossEntropy(NamedTuple):
     compute: Callable[..., torch.Tensor]
 
     def differentiate(self, logits: torch.Tensor, part: slice, gradient: torch.Tensor | None) -> torch.Tensor:
-        """As [`RowLoss.differentiate`], but replace what stands in `gradient`."""
+        """As [`TokenLoss.differentiate`], but replace what stands in `gradient`."""
         # What is compiled is one pass over the logits anyway, and each call checks its guards.
         in_blocks = logits.device.type == "cpu" and self.compute is cross_entropy
         size = max(1, LOGITS_IN_CACHE // logits.shape[-1]) if in_blocks else len(logits)
@@ -264,45 +264,45 @@ class _LinearLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, weight, losses: list["_CrossEntropy | RowLoss"]):
+    def forward(ctx, hidden_states, weight, losses: list["_CrossEntropy | TokenLoss"]):
         device = hidden_states.device.type
         # Cast as autocast would, once instead of once per chunk.
         hidden, matrix = (part.to(compute_dtype(part)) for part in (hidden_states, weight))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        num_rows = max(MIN_ROWS, MAX_LOGITS[1 if device == "cpu" else 0] // len(weight))
+        chunk_size = max(MIN_CHUNK, MAX_LOGITS[1 if device == "cpu" else 0] // len(weight))
         num_tokens = len(hidden)
         if device == "cpu":
-            # NOTE: oneDNN keeps a primitive, about 1 MB, for each new shape. Rows of zeros fill up the last chunk to a
+            # NOTE: oneDNN keeps a primitive, about 1 MB, for each new shape. Zeros fill up the last chunk to a
             # size with three leading bits: at most 4 sizes between two powers of two.
-            last = num_tokens % num_rows
+            last = num_tokens % chunk_size
             hidden = F.pad(hidden, (0, 0, 0, -last % (1 << max(0, last.bit_length() - 3))))
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # The sum over chunks needs float32: in bfloat16 small terms would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         sums = [hidden.new_zeros((), dtype=torch.float32) for _ in losses]
         with torch.autocast(device, enabled=False):
-            for start in range(0, num_tokens, num_rows):
-                rows, part = slice(start, start + num_rows), slice(start, min(start + num_rows, num_tokens))
+            for start in range(0, num_tokens, chunk_size):
+                chunk, part = slice(start, start + chunk_size), slice(start, min(start + chunk_size, num_tokens))
                 size = part.stop - start
-                logits, grad_logits = hidden[rows] @ matrix.T, None
+                logits, grad_logits = hidden[chunk] @ matrix.T, None
                 if wants_hidden or wants_weight:
                     # Two gradients are summed before they are rounded.
                     dtype = hidden.dtype if len(losses) == 1 else torch.float32
                     grad_logits = torch.empty_like(logits, dtype=dtype)
                     grad_logits[size:] = 0
-                kept = None if grad_logits is None else grad_logits[:size]
+                grad_part = None if grad_logits is None else grad_logits[:size]
                 for total, loss in zip(sums, losses, strict=True):
-                    total += loss.differentiate(logits[:size], part, kept)
+                    total += loss.differentiate(logits[:size], part, grad_part)
                 if grad_logits is None:
                     continue
                 grad_logits = grad_logits.to(hidden.dtype)
                 if wants_hidden:
                     # Write into the result, so that no second buffer of this size is needed.
-                    torch.mm(grad_logits, matrix, out=grad_hidden[rows])
+                    torch.mm(grad_logits, matrix, out=grad_hidden[chunk])
                 if wants_weight and hidden.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad_logits.T, hidden[rows])  # one pass over the sum instead of two
+                    grad_weight.addmm_(grad_logits.T, hidden[chunk])  # one pass over the sum instead of two
                 elif wants_weight:
-                    grad_weight += grad_logits.T @ hidden[rows]
+                    grad_weight += grad_logits.T @ hidden[chunk]
         ctx.save_for_backward(None if grad_hidden is None else grad_hidden[:num_tokens], grad_weight)
         ctx.dtypes = hidden_states.dtype, weight.dtype
         ctx.mark_non_differentiable(*sums)

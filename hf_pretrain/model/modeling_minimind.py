@@ -32,7 +32,7 @@ from .configuration_minimind import MiniMindConfig
 # `@use_experts_implementation`. The decorator stands in mlp.py, so transformers finds it in this comment.
 from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
 from .inputs import check_names, check_positions, unmask_packed_rows
-from .loss import LossParts, MiniMindLMHead, RowLoss, prediction_weights, whole_loss
+from .loss import LossParts, MiniMindLMHead, TokenLoss, prediction_weights, whole_loss
 from .packed_attention import find_visible
 from .pretrained import MiniMindPreTrainedModel
 from .rotary import MiniMindRotaryEmbedding
@@ -160,15 +160,15 @@ class MiniMindCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     transformers' output for language models with experts, plus `ce_loss`.
 
     Args:
-        loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats. With a `row_loss`,
-            `(1 - share) * ce_loss + share * row_loss` stands in place of `ce_loss`.
+        loss (`torch.FloatTensor`, scalar): `ce_loss + router_aux_loss_coef * aux_loss`, in nats. With a `token_loss`,
+            `(1 - share) * ce_loss + share * token_loss` stands in place of `ce_loss`.
         ce_loss (`torch.FloatTensor`, scalar): the masked cross-entropy, without the router loss.
-        row_loss (`torch.FloatTensor`, scalar): the caller's [`RowLoss`], divided as `ce_loss` is.
+        token_loss (`torch.FloatTensor`, scalar): the caller's [`TokenLoss`], divided as `ce_loss` is.
         aux_loss (`torch.FloatTensor`, scalar): the router loss, not multiplied by its coefficient.
     """
 
     ce_loss: torch.FloatTensor | None = None
-    row_loss: torch.FloatTensor | None = None
+    token_loss: torch.FloatTensor | None = None
 
 
 class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
@@ -217,7 +217,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         *,
         logits_to_keep: int | torch.Tensor,
         skip_logits: bool,
-        row_loss: RowLoss | None,
+        token_loss: TokenLoss | None,
         **weighting: Any,
     ) -> tuple[torch.Tensor | None, LossParts | None]:
         """
@@ -228,11 +228,11 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         # splits it.
         is_whole_head = isinstance(self.lm_head, MiniMindLMHead) and (self.tp_size or 1) == 1
         if skip_logits and labels is not None and is_whole_head:
-            return None, self.lm_head(hidden_states, labels, row_loss=row_loss, **weighting)
+            return None, self.lm_head(hidden_states, labels, token_loss=token_loss, **weighting)
         # `slice(-0, None)` keeps all positions.
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, kept])
-        return logits, None if labels is None else whole_loss(logits, labels, row_loss=row_loss, **weighting)
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, positions])
+        return logits, None if labels is None else whole_loss(logits, labels, token_loss=token_loss, **weighting)
 
     def _router_loss(
         self,
@@ -278,7 +278,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool = False,
-        row_loss: RowLoss | None = None,
+        token_loss: TokenLoss | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MiniMindCausalLMOutputWithPast:
@@ -300,7 +300,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
                 these indices; 0 means all.
             skip_logits (`bool`, defaults to `False`): with `labels`, return the loss without logits. The logits are
                 then never in memory all at once.
-            row_loss ([`RowLoss`], *optional*): with `labels`, a loss that replaces a share of the cross-entropy.
+            token_loss ([`TokenLoss`], *optional*): with `labels`, a loss that replaces a share of the cross-entropy.
 
         See [`MiniMindModel.forward`] for the other arguments.
 
@@ -330,9 +330,13 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         weighting = {"loss_mask": loss_mask, "num_items_in_batch": num_items_in_batch}
-        how: dict[str, Any] = {"logits_to_keep": logits_to_keep, "skip_logits": skip_logits, "row_loss": row_loss}
-        logits, parts = self._predict(outputs.last_hidden_state, labels, **how, **weighting)
-        loss, ce_loss, row_loss = parts or (None, None, None)
+        options: dict[str, Any] = {
+            "logits_to_keep": logits_to_keep,
+            "skip_logits": skip_logits,
+            "token_loss": token_loss,
+        }
+        logits, parts = self._predict(outputs.last_hidden_state, labels, **options, **weighting)
+        loss, ce_loss, token_loss = parts or (None, None, None)
         aux_loss = None
         if needs_router_loss:
             rows = {"position_ids": position_ids, "attention_mask": attention_mask}
@@ -345,7 +349,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         return MiniMindCausalLMOutputWithPast(
             loss=loss,
             ce_loss=ce_loss,
-            row_loss=row_loss,
+            token_loss=token_loss,
             aux_loss=aux_loss,
             logits=logits,
             hidden_states=outputs.hidden_states,

@@ -64,8 +64,8 @@ class ReadingArguments:
 
 
 @dataclass
-class SourceArguments(ReadingArguments):
-    """Data to train on: preferences, unless a subclass reads other records."""
+class TrainingDataArguments(ReadingArguments):
+    """Data to train on, and how much of it."""
 
     # A subclass makes a flag of it.
     chat_template = cast("str | None", None)
@@ -85,13 +85,18 @@ class SourceArguments(ReadingArguments):
         bounds="at least 1",
     )
 
+
+@dataclass
+class PreferenceArguments(TrainingDataArguments):
+    """Preferences to train on."""
+
     @property
     def kind(self) -> str:
         return "preference"
 
 
 @dataclass
-class DataArguments(SourceArguments):
+class DataArguments(TrainingDataArguments):
     """Text to train on, and its packing into sequences."""
 
     streaming: bool = content_flag(False, "Read the data while training; needs --max_steps.")

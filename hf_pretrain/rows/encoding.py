@@ -9,9 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from ..runtime.errors import UserError
-from ..tokenizer.answers import render_answers
 from ..tokenizer.chat_template import check_is_whole, has_marks
 from ..tokenizer.control_tokens import encode_rendered, thinking_variables
+from ..tokenizer.rendering import render_answers
 from .draws import add_system_message, draw
 
 
@@ -24,7 +24,7 @@ class ConversationEncoder:
     """
     Encoder of conversations that uses the chat template of a tokenizer.
 
-    [`~tokenizer.answers.render_answers`] finds the text that the assistant writes, with its stop token.
+    [`~tokenizer.rendering.render_answers`] finds the text that the assistant writes, with its stop token.
 
     Args:
         train_on (`str`, defaults to `"assistant"`): train on these tokens only; with `last_turn`, only on the ones

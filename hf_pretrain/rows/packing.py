@@ -125,7 +125,7 @@ def prepare_rows(
         raise UserError("--packing wrapped would cut conversations apart. Use bfd or none.")
     # Text needs no weights: every token has the weight 1.
     token_features, row_features = _UNWEIGHTED if encoder is None else _WEIGHTED
-    how: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
+    options: dict[str, Any] = {"max_length": max_length, "packing_strategy": packing_strategy}
     packing: dict[str, Any] = {"batched": True, "batch_size": GROUP_SIZE, "features": Features(row_features)}
     if encoder is None:
         # Text is not cut before it is packed, so its tokens do not depend on `max_length`.
@@ -134,8 +134,8 @@ def prepare_rows(
         encode = partial(encoder, tokenizer=tokenizer, max_length=max_length)
         key = encoding_key(tokenizer, encoder, tokenizer.chat_template, max_length)
     if isinstance(documents, IterableDataset):
-        how["encode"] = encode
-        rows = documents.map(_encode_and_pack_batch, fn_kwargs=how, remove_columns=["text"], **packing)
+        options["encode"] = encode
+        rows = documents.map(_encode_and_pack_batch, fn_kwargs=options, remove_columns=["text"], **packing)
         # A resumed run compares this text with the one in its checkpoint.
         rows.info.description = str((documents.info.description, key, max_length, packing_strategy))
         return rows, None
@@ -145,8 +145,8 @@ def prepare_rows(
     tokenizing |= {"new_fingerprint": tokens_key, "remove_columns": ["text"], "desc": "tokenizing"}
     tokens = documents.map(encode, batched=True, input_columns="text", **tokenizing)
     # The Arrow format passes whole tables to `_pack_batch`, without a Python object per token.
-    packing |= {"new_fingerprint": cache_key(tokens_key, how, GROUP_SIZE), "desc": "packing"}
-    rows = tokens.with_format("arrow").map(_pack_batch, fn_kwargs=how, **packing).with_format(None)
+    packing |= {"new_fingerprint": cache_key(tokens_key, options, GROUP_SIZE), "desc": "packing"}
+    rows = tokens.with_format("arrow").map(_pack_batch, fn_kwargs=options, **packing).with_format(None)
     return rows, PackingReport(documents, tokens, rows, max_length)
 
 

@@ -43,10 +43,10 @@ def prepare_pairs(
     """
     key = encoding_key(tokenizer, tokenizer.chat_template, max_length, are_whole)
     # Give the types, because `datasets` cannot infer them from a batch that drops every pair.
-    how = {"features": PAIR_FEATURES, "num_proc": count_processes(len(documents), num_proc), "desc": "tokenizing"}
-    how["fn_kwargs"] = {"tokenizer": tokenizer, "max_length": max_length, "are_whole": are_whole}
-    how["new_fingerprint"] = cache_key(documents._fingerprint, key)
-    pairs = documents.map(_encode_batch, batched=True, remove_columns=["text"], **how)
+    options = {"features": PAIR_FEATURES, "num_proc": count_processes(len(documents), num_proc), "desc": "tokenizing"}
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "max_length": max_length, "are_whole": are_whole}
+    options["new_fingerprint"] = cache_key(documents._fingerprint, key)
+    pairs = documents.map(_encode_batch, batched=True, remove_columns=["text"], **options)
     report = f"{len(pairs):,} pairs, {len(documents) - len(pairs):,} dropped at {max_length} tokens"
     return pairs, "; ".join(filter(None, [report, documents.info.description]))
 

@@ -14,10 +14,10 @@ from ..runtime.command_line import print_result
 from ..runtime.errors import UserError
 from ..runtime.named import load_named
 from ..runtime.ranks import made_once_per_machine
-from ..tokenizer.answers import set_template
+from ..tokenizer.rendering import set_template
 from .caching import encoding_key
 from .collators import DataCollatorForPackedRows
-from .data_arguments import DataArguments, SourceArguments
+from .data_arguments import DataArguments, TrainingDataArguments
 from .manifest import write_rows_manifest
 from .packing import PackingReport
 
@@ -83,7 +83,7 @@ def end_preview(args: TrainingArguments, rows: Any, tokenizer: PreTrainedTokeniz
 
 
 def load_rows(
-    data_args: SourceArguments,
+    data_args: TrainingDataArguments,
     training_args: TrainingArguments,
     tokenizer: PreTrainedTokenizerFast | Callable[[Dataset | IterableDataset], PreTrainedTokenizerFast],
     *,
@@ -96,7 +96,7 @@ def load_rows(
     the other ranks open its files. Each rank reads a stream by itself.
 
     Args:
-        data_args ([`~rows.data_arguments.SourceArguments`]): the preferences; or with
+        data_args ([`~rows.data_arguments.TrainingDataArguments`]): the preferences; or with
             [`~rows.data_arguments.DataArguments`], documents to pack.
         training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed, the directory
             of `rejected.jsonl` and, for preferences, `max_length`.
@@ -107,13 +107,13 @@ def load_rows(
 
     Raises:
         `UserError`: if no training row is left, and in the cases of [`~data.documents.load_documents`],
-            [`~rows.packing.prepare_rows`] or `prepare`, and [`~tokenizer.answers.set_template`].
+            [`~rows.packing.prepare_rows`] or `prepare`, and [`~tokenizer.rendering.set_template`].
     """
     is_text, is_stream = data_args.kind == "text", data_args.reading(training_args.seed).streaming
     # All ranks set the template, because a rank that reads a stream renders with its own tokenizer.
     note = None if is_text else set_template(tokenizer, data_args.chat_template, training_args.date)
-    how: Any = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation, "note": note}
-    make = partial(_prepare_sets, data_args, training_args, tokenizer, prepare, **how)
+    options: Any = {"keep_rejected": keep_rejected, "is_evaluation": is_evaluation, "note": note}
+    make = partial(_prepare_sets, data_args, training_args, tokenizer, prepare, **options)
     data = made_once_per_machine(training_args, make, is_shared=not is_stream)
     if not is_evaluation:
         # The plan of a dry run shows the same lines.
@@ -124,7 +124,7 @@ def load_rows(
 
 
 def _prepare_sets(
-    data_args: SourceArguments,
+    data_args: TrainingDataArguments,
     training_args: Any,
     tokenizer: PreTrainedTokenizerFast | Callable[[Dataset | IterableDataset], PreTrainedTokenizerFast],
     prepare: Callable[..., tuple[Dataset, str]] | None,
@@ -164,7 +164,9 @@ def _prepare_sets(
     )
 
 
-def _load_sets(data_args: SourceArguments, args: Any, keep_rejected: bool, is_evaluation: bool) -> tuple[Any, Any]:
+def _load_sets(
+    data_args: TrainingDataArguments, args: Any, keep_rejected: bool, is_evaluation: bool
+) -> tuple[Any, Any]:
     """Return the documents for training, and the documents for validation by the names of the sets."""
     # Every rank reads the data, but only one may list the bad lines. A dry run and a preview have no directory.
     is_listed = keep_rejected and not (args.process_index or args.dry_run or args.preview)
@@ -174,7 +176,7 @@ def _load_sets(data_args: SourceArguments, args: Any, keep_rejected: bool, is_ev
 
 
 def _make_rows(
-    data_args: SourceArguments, training_args: Any, tokenizer: Any, prepare: Any, documents: Any, **draws: int
+    data_args: TrainingDataArguments, training_args: Any, tokenizer: Any, prepare: Any, documents: Any, **draws: int
 ) -> tuple[Any, Any]:
     """Return packed sequences with their report, or pairs with theirs."""
     if isinstance(data_args, DataArguments):
@@ -182,7 +184,7 @@ def _make_rows(
     return prepare(documents, tokenizer, max_length=training_args.max_length, num_proc=data_args.num_proc)
 
 
-def _find_worst(data_args: SourceArguments, documents: Any, tokenizer: Any) -> list[str]:
+def _find_worst(data_args: TrainingDataArguments, documents: Any, tokenizer: Any) -> list[str]:
     if isinstance(data_args, DataArguments) and isinstance(documents, Dataset):
         if data_args.kind == "conversation":
             find_worst = load_named("hf_pretrain.data.audit:find_worst")
@@ -192,7 +194,9 @@ def _find_worst(data_args: SourceArguments, documents: Any, tokenizer: Any) -> l
     return []
 
 
-def _check_rows(train: Any, documents: Any, eval_documents: dict[str, Dataset], data_args: SourceArguments) -> None:
+def _check_rows(
+    train: Any, documents: Any, eval_documents: dict[str, Dataset], data_args: TrainingDataArguments
+) -> None:
     """Refuse documents that leave no training rows, and warn if there are none for validation."""
     if isinstance(train, Dataset) and len(train) == 0:
         kind = data_args.kind_name

@@ -139,8 +139,8 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
     if "max_gen_len" in collected:
         if "--tools" in typed:
-            how = "Pass --max_completion_length, which counts all turns (MiniMind has up to 3) and the tools' results"
-            raise UserError(f"MiniMind's --max_gen_len counts the tokens of each turn. {how}.")
+            fix = "Pass --max_completion_length, which counts all turns (MiniMind has up to 3) and the tools' results"
+            raise UserError(f"MiniMind's --max_gen_len counts the tokens of each turn. {fix}.")
         more += ["--max_completion_length", collected["max_gen_len"]]
     if "batch_size" in collected and "--batch_size" in TABLE.get(stage, {}):
         # TRL counts completions, MiniMind prompts.

@@ -65,6 +65,6 @@ def upload(name: str, folder: Any, *, message: str | None, revision: str | None)
     """Upload all files of a directory to a model repository, and return its address."""
     client, repo_id = connect(), name.removeprefix(PREFIX)
     # Its record of earlier uploads would lie in the directory.
-    how = {"commit_message": message, "revision": revision, "use_cache": False, "disable_tqdm": True}
-    client.upload_folder(repo_id, "model", folder, **how)
+    options = {"commit_message": message, "revision": revision, "use_cache": False, "disable_tqdm": True}
+    client.upload_folder(repo_id, "model", folder, **options)
     return f"{client.legacy.endpoint}/models/{repo_id}"

@@ -46,25 +46,25 @@ def interrupt(number: int, frame: Any) -> None:
 
 
 @contextmanager
-def running_user_code(what: str) -> Iterator[None]:
-    """Raise `UserCodeExit` if the block, which runs code of the user, exits. `what` names the code."""
+def running_user_code(name: str) -> Iterator[None]:
+    """Raise `UserCodeExit` if the block, which runs code of the user, exits. `name` says which code."""
     try:
         yield
     except Interrupted:
         raise
     except (SystemExit, KeyboardInterrupt) as error:
-        raise UserCodeExit(f"{what} ended with {error!r}. Return a value there, or raise another error.") from error
+        raise UserCodeExit(f"{name} ended with {error!r}. Return a value there, or raise another error.") from error
 
 
-def guard_user_code(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+def guard_user_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a function of the user that runs as [`running_user_code`] describes."""
     if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
-        return running_user_code(what)(function)
+        return running_user_code(name)(function)
 
     @wraps(function)
     async def guarded(*args: Any, **kwargs: Any) -> Any:
         # A `SystemExit` would end asyncio's loop, and the thread that waits for its results would never go on.
-        with running_user_code(what):
+        with running_user_code(name):
             return await function(*args, **kwargs)
 
     return guarded

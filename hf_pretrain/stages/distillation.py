@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging
 
 from ..loading.native import is_native_checkpoint, load_native_checkpoint, localize
-from ..model.loss import RowLoss, prediction_weights, weighted_rows
+from ..model.loss import TokenLoss, prediction_weights, weighted_tokens
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, as_user_errors
 from ..runtime.flags import check_flags, content_flag, flag
@@ -134,9 +134,9 @@ class TeacherTerm:
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
     @torch.no_grad()
-    def _ask(self, inputs: dict[str, torch.Tensor], rows: torch.Tensor | slice) -> Callable[[slice], torch.Tensor]:
+    def _ask(self, inputs: dict[str, torch.Tensor], tokens: torch.Tensor | slice) -> Callable[[slice], torch.Tensor]:
         """
-        Ask the teacher about a micro-batch. Return a function that takes an index of some of the tokens `rows` and
+        Ask the teacher about a micro-batch. Return a function that takes an index of some of the tokens `tokens` and
         returns the teacher's logits, `(num_tokens, vocab_size)`.
         """
         names = ["input_ids", "position_ids", "attention_mask"]
@@ -148,20 +148,20 @@ class TeacherTerm:
         with torch.autocast(self.teacher.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             if not is_ours:
                 # Others may scale or cap their logits, so these are computed whole.
-                logits = self.teacher(**given, use_cache=False).logits.flatten(0, 1)[rows]
+                logits = self.teacher(**given, use_cache=False).logits.flatten(0, 1)[tokens]
                 return lambda part: logits[part]
-            states = self.teacher.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)[rows]
+            states = self.teacher.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)[tokens]
         # Cast once, not once per chunk.
         states, matrix = states.to(self.dtype), self.teacher.lm_head.weight.to(self.dtype)
         return lambda part: states[part] @ matrix.T
 
-    def __call__(self, inputs: dict[str, torch.Tensor]) -> RowLoss:
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> TokenLoss:
         """Return `temperature ** 2 * sum of w * KL` of one micro-batch, in nats, for the model to compute."""
         temperature = self.arguments.temperature
         # Logits at t predict token t + 1: shift the weights left by one, (batch_size * seq_len,).
         weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1)).flatten()
-        rows = weighted_rows(weights)
-        weights, teacher_logits = weights[rows], self._ask(inputs, rows)
+        tokens = weighted_tokens(weights)
+        weights, teacher_logits = weights[tokens], self._ask(inputs, tokens)
 
         def divergence(logits: torch.Tensor, part: slice) -> torch.Tensor:
             with torch.no_grad():
@@ -177,4 +177,4 @@ class TeacherTerm:
             divergences = (p.exp() * (p - q)).sum(dim=-1)
             return temperature**2 * (divergences * weights[part]).sum()
 
-        return RowLoss(rows, divergence, share=1 - self.arguments.ce_weight)
+        return TokenLoss(tokens, divergence, share=1 - self.arguments.ce_weight)

@@ -134,8 +134,12 @@ class Budget:
         # By its path: `-m` would let Python import modules of the working directory in place of its own.
         command = [sys.executable, hf_pretrain_cli.__file__, *words, "--output_dir", str(self.path.parent / words[0])]
         # If this process is killed, the stage stops, too.
-        how: dict[str, Any] = {"env": os.environ | {"HF_PRETRAIN_IS_STAGE": "1"}, "text": True, "errors": "replace"}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as process:
+        options: dict[str, Any] = {
+            "env": os.environ | {"HF_PRETRAIN_IS_STAGE": "1"},
+            "text": True,
+            "errors": "replace",
+        }
+        with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
             # The stage saves a checkpoint and stops.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda number, frame: process.send_signal(number))

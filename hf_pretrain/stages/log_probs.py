@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..loading.adapters import base_model_of
-from ..model.loss import IGNORE_INDEX, MAX_LOGITS, MIN_ROWS
+from ..model.loss import IGNORE_INDEX, MAX_LOGITS, MIN_CHUNK
 from ..runtime.errors import needing_extra
 
 
@@ -59,7 +59,7 @@ def score_labels(
         log_z = logits.logsumexp(-1)
         return tuple(FIGURES[name](logits, log_z, labels) for name in figures)
 
-    size = max(MIN_ROWS, MAX_LOGITS[1] // len(weight))
+    size = max(MIN_CHUNK, MAX_LOGITS[1] // len(weight))
     chunks = zip(hidden_states.split(size), labels.split(size), strict=True)
     scored = [
         checkpoint(score, hidden, weight, chosen, use_reentrant=False, preserve_rng_state=False)
@@ -79,10 +79,10 @@ def replace_heads(trainer: Any, *figures: str, temperature: float = 1.0) -> None
     """
     if trainer.args.device.type != "cpu" or trainer.args.shards_weights:
         return
-    how = {"accelerator": trainer.accelerator, "temperature": temperature}
-    replace_head(base_model_of(trainer.model), figures=("log_probs", *figures), **how)
+    options = {"accelerator": trainer.accelerator, "temperature": temperature}
+    replace_head(base_model_of(trainer.model), figures=("log_probs", *figures), **options)
     if trainer.ref_model is not None:
-        replace_head(trainer.accelerator.unwrap_model(trainer.ref_model), figures=("log_probs",), **how)
+        replace_head(trainer.accelerator.unwrap_model(trainer.ref_model), figures=("log_probs",), **options)
 
 
 def replace_head(model: PreTrainedModel, *, accelerator: Accelerator, temperature: float, figures: Sequence[str]):
@@ -100,8 +100,8 @@ def replace_head(model: PreTrainedModel, *, accelerator: Accelerator, temperatur
         with accelerator.autocast():
             states = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state[:, :-1]
             mask = labels != IGNORE_INDEX
-            how: dict[str, Any] = {"temperature": temperature, "figures": figures}
-            scored = score_labels(states[mask], weight, labels[mask], **how)
+            options: dict[str, Any] = {"temperature": temperature, "figures": figures}
+            scored = score_labels(states[mask], weight, labels[mask], **options)
         # (num_tokens,) -> (batch_size, seq_len - 1), zero where there is no label
         whole = (figure.new_zeros(mask.shape).masked_scatter(mask, figure) for figure in scored)
         return FusedCausalLMOutput(**dict(zip(figures, whole, strict=True)))

@@ -38,22 +38,22 @@ class RecordTemplate:
         # The last prompts, and the variables of each.
         self.recent: deque[tuple[list[dict[str, Any]], dict[str, bool]]] = deque(maxlen=MAX_RECENT)
 
-    def __call__(self, conversation: list[Any], *, tools: Any = None, tokenize: bool = True, **how: Any) -> Any:
+    def __call__(self, conversation: list[Any], *, tools: Any = None, tokenize: bool = True, **options: Any) -> Any:
         """Encode a batch of prompts record by record, or one conversation; render text and masks as the tokenizer."""
-        if not tokenize or "return_assistant_tokens_mask" in how:
-            return self.render(conversation, tools=tools, tokenize=tokenize, **how)
+        if not tokenize or "return_assistant_tokens_mask" in options:
+            return self.render(conversation, tools=tools, tokenize=tokenize, **options)
         # TRL asks for a dictionary with a batch only.
-        how.pop("return_dict", None)
+        options.pop("return_dict", None)
         if isinstance(conversation[0], dict):
-            return self._encode_one(conversation, tools=tools, **how)
+            return self._encode_one(conversation, tools=tools, **options)
         encoded, ratio = [], self.thinking_ratio
         for prompt in conversation:
             variables = {} if ratio is None else thinking_variables(draw(self.seed, "thinking", prompt) < ratio)
             self.recent.append((prompt, variables))
-            encoded.append(encode_chat(self.tokenizer, prompt, tools_of(prompt) or tools, **how | variables))
+            encoded.append(encode_chat(self.tokenizer, prompt, tools_of(prompt) or tools, **options | variables))
         return {"input_ids": encoded}
 
-    def _encode_one(self, conversation: list[dict[str, Any]], **how: Any) -> list[int]:
+    def _encode_one(self, conversation: list[dict[str, Any]], **options: Any) -> list[int]:
         """
         Encode a conversation. After a tool's result, the generation prompt keeps the draw of the rollout's prompt.
 
@@ -62,10 +62,10 @@ class RecordTemplate:
         """
         variables = next((found for prompt, found in self.recent if prompt[-1] is conversation[-1]), {})
         if not variables:
-            return encode_chat(self.tokenizer, conversation, **how)
-        how["add_generation_prompt"] = False
+            return encode_chat(self.tokenizer, conversation, **options)
+        options["add_generation_prompt"] = False
         whole, start = (
-            encode_chat(self.tokenizer, conversation, **how | variables | {"add_generation_prompt": asks})
+            encode_chat(self.tokenizer, conversation, **options | variables | {"add_generation_prompt": asks})
             for asks in (True, False)
         )
-        return encode_chat(self.tokenizer, conversation, **how) + whole[len(start) :]
+        return encode_chat(self.tokenizer, conversation, **options) + whole[len(start) :]

@@ -220,7 +220,7 @@ def _parse_response(
     return message | {"text": decode(ids, skip_special_tokens=True)}
 
 
-class KeptGeneration:
+class SavedGeneration:
     """
     The completions that later steps train on, which TRL keeps in memory only, and the adaptive coefficient of the
     entropy, which TRL saves, but would load where Trainer loads the optimizer.
@@ -315,7 +315,7 @@ class ReinforcementTrainer(TrlTrainer):
         with as_user_errors(), overriding(args, **hidden):
             super().__init__(model, run=run, **kwargs)
         self.beta = args.beta
-        run.kept.append(KeptGeneration())
+        run.saved_states.append(SavedGeneration())
         self.callback_handler.callbacks.insert(0, KnownFigures())
         if reference is not None:
             run.fixed_weights["reference model"] = digest_weights(reference.parameters())

@@ -137,7 +137,12 @@ def _check_rewards(functions: list[Any], task: dict[str, Any]) -> None:
 
 
 def task_check(
-    tokenizer: PreTrainedTokenizerFast, *, rewards: list[Any], max_prompt_length: int, tools: Any = None, **how: Any
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    rewards: list[Any],
+    max_prompt_length: int,
+    tools: Any = None,
+    **options: Any,
 ) -> Callable[[dict[str, Any]], None]:
     """
     Return a function that raises `BadRecord` for a task that the run cannot use.
@@ -147,7 +152,7 @@ def task_check(
         rewards (`list`): reward functions; the needs of the built-in ones are known.
         max_prompt_length (`int`): the longest prompt, in tokens, that leaves room for a completion.
         tools (`list` of functions, *optional*): tools that the template describes.
-        how: variables of the template.
+        options: variables of the template.
 
     Raises:
         `UserError`: if no prompt would fit, or the template cannot render one.
@@ -156,7 +161,7 @@ def task_check(
         raise UserError(
             f"--max_completion_length leaves {max_prompt_length} of the model's positions for the prompt. Lower it."
         )
-    how = {"add_generation_prompt": True} | how
+    options = {"add_generation_prompt": True} | options
 
     def check(task: dict[str, Any]) -> None:
         _check_rewards(rewards, task)
@@ -164,8 +169,8 @@ def task_check(
         unknown = {tool["function"]["name"] for tool in own or []} - {tool.__name__ for tool in tools or []}
         if tools and unknown:
             raise BadRecord(f"it offers the tool {min(unknown)}, which is not in --tools; add it, or drop the line")
-        prompt = encode_chat(tokenizer, task["prompt"], own or tools, **how)
-        if own and prompt == encode_chat(tokenizer, task["prompt"], **how):
+        prompt = encode_chat(tokenizer, task["prompt"], own or tools, **options)
+        if own and prompt == encode_chat(tokenizer, task["prompt"], **options):
             raise UserError(
                 "The chat template describes no tools, but a task has some. Use a model whose template writes them, "
                 "or drop the tools of the tasks."

@@ -66,8 +66,8 @@ def load_reward_model(name: str, *, trust_remote_code: bool) -> Callable[..., li
     if architectures.endswith("ForSequenceClassification") and num_labels == 1:
         return name
     if trust_remote_code and "AutoModel" in config.get("auto_map", {}):
-        what = f"--rewards {name}"
-        return guard_user_code(guard_user_code(ScoringModel, what)(name), what)
+        flag = f"--rewards {name}"
+        return guard_user_code(guard_user_code(ScoringModel, flag)(name), flag)
     raise UserError(
         f"--rewards {name}: a reward model must be a sequence classifier with one label, and this one is "
         f"{architectures} with {num_labels} labels. Pass another one, a function (module.path:function) that calls "

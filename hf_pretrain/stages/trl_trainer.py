@@ -76,11 +76,11 @@ class RouterLoss:
         hidden_states, config = outputs.last_hidden_state, self.config
         where = {name: kwargs.get(name) for name in ("position_ids", "attention_mask")}
         documents = find_documents(hidden_states.shape[:2], device=hidden_states.device, **where)
-        how = {"level": config.router_aux_loss_level}
-        self._losses.append(router_loss(outputs.router_logits, config.num_experts_per_tok, documents, **how))
+        options = {"level": config.router_aux_loss_level}
+        self._losses.append(router_loss(outputs.router_logits, config.num_experts_per_tok, documents, **options))
 
 
-class KeptReference:
+class SavedReference:
     """A reference model that follows the policy (`--sync_ref_model`). Without a sync, it is the model at the start."""
 
     def save(self, trainer: Any, directory: Path) -> None:
@@ -122,7 +122,7 @@ class TrlTrainer(RunTrainer):
                 "--sync_ref_model: checkpoints would lack parts of a reference model that ZeRO-3 or FSDP shards. Use "
                 "--deepspeed ds_configs/zero2.json."
             )
-        self.run.kept.append(KeptReference())
+        self.run.saved_states.append(SavedReference())
 
     def _send_telemetry(self, *args: Any) -> None:
         """Do not report every trainer that is created to the Hub."""

@@ -206,7 +206,7 @@ class RunTrainer(Trainer):
         restore_endings(self)
         if self._checkpoint is not None:
             restore_best(self, self._checkpoint)
-            for part in self.run.kept:
+            for part in self.run.saved_states:
                 part.load(self, self._checkpoint)
             if self.args.allow_inexact_resume or self._keeps_new_groups:
                 restore_settings(self.optimizer, self.lr_scheduler, self._new_groups)
@@ -273,7 +273,7 @@ class RunTrainer(Trainer):
             with self.writer.writing_checkpoint(target, self._description) as source:
                 with overriding(self.args, output_dir=str(source.parent), push_to_hub=False):
                     super()._save_checkpoint(model, trial)
-                for part in () if self.args.save_only_model else self.run.kept:
+                for part in () if self.args.save_only_model else self.run.saved_states:
                     part.save(self, source)
                 # Trainer recorded the path in `.saving/` as the best checkpoint, and wrote it to the state.
                 if self.state.best_model_checkpoint == str(source):

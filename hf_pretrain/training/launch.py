@@ -159,7 +159,7 @@ def check_micro_batch(num_tokens: int, device_type: str) -> None:
         )
 
 
-def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def complete_fsdp_args(config: dict[str, Any] | None) -> dict[str, Any] | None:
     """
     Return `fsdp_plugin_args` with a policy that casts nothing, or `None` for a run without accelerate's FSDP.
 
@@ -170,9 +170,9 @@ def complete_fsdp_args(given: dict[str, Any] | None) -> dict[str, Any] | None:
     Raises:
         `UserError`: for FSDP version 1.
     """
-    if given is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+    if config is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
-    completed = (given or {}) | {"mixed_precision_policy": MixedPrecisionPolicy()}
+    completed = (config or {}) | {"mixed_precision_policy": MixedPrecisionPolicy()}
     version = str(completed.get("fsdp_version", os.environ.get("FSDP_VERSION", "1")))
     if version != "2":
         raise UserError(

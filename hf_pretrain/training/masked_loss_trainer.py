@@ -111,7 +111,7 @@ class MaskedLossTrainer(RunTrainer):
         self.finite_check.watch, self.finite_check.over_ranks = self.spikes.add, self._loss_of_ranks
         self.add_callback(self.spikes)
         if self.args.skip_spikes:
-            run.kept.append(self.spikes)
+            run.saved_states.append(self.spikes)
 
     def _check_arguments(self):
         """Raise `UserError` for arguments that would silently change what the loss means."""
@@ -139,8 +139,8 @@ class MaskedLossTrainer(RunTrainer):
         if is_training or num_ranks > 1:
             seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
             pads = not (is_training and self.args.dataloader_drop_last)
-            how = {"seed": seed, "is_training": is_training, "pads": pads}
-            dataset, sampler_fn = pad_rows(dataset, sampler_fn, batch_size * num_ranks * accumulation, **how)
+            options = {"seed": seed, "is_training": is_training, "pads": pads}
+            dataset, sampler_fn = pad_rows(dataset, sampler_fn, batch_size * num_ranks * accumulation, **options)
         vocab_size = self.accelerator.unwrap_model(self.model).config.vocab_size
         return RowSource(dataset, batch_size, sampler_fn, PaddingRowCollator(self.data_collator, vocab_size))
 
@@ -184,17 +184,17 @@ class MaskedLossTrainer(RunTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.compute_loss_func is not None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        row_loss = {} if self.term is None else {"row_loss": self.term(inputs)}
+        token_loss = {} if self.term is None else {"token_loss": self.term(inputs)}
         if self._wants_loss_alone is not None:
             # A divisor of 1 gives the sum over the batch.
-            outputs = model(**inputs, **row_loss, num_items_in_batch=1.0, skip_logits=self._wants_loss_alone)
+            outputs = model(**inputs, **token_loss, num_items_in_batch=1.0, skip_logits=self._wants_loss_alone)
             return self.evaluation.add(outputs, inputs), outputs
         check_micro_batch(inputs["labels"].numel(), self.args.device.type)
         # Without totals, the caller takes a step of its own, from this batch alone.
         totals: StepTotals = num_items_in_batch or self._begin_step([inputs])
         outputs = model(
             **inputs,
-            **row_loss,
+            **token_loss,
             num_items_in_batch=totals.weights,
             num_documents_in_batch=totals.documents,
             # The model then computes the loss in chunks, without all logits.

@@ -345,14 +345,15 @@ class OptimizerPreset(NamedTuple):
     prepare_deepspeed: Callable[[dict[str, Any], Any], None] | None = None
 
 
-def describe_own_optimizer(given: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+def describe_own_optimizer(arguments: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """
     Return the class and the settings of an optimizer that the user passes to a trainer, or `None` without one.
 
     Args:
-        given (`dict`): may hold `optimizers` and `optimizer_cls_and_kwargs`, as [`~transformers.Trainer`] takes them.
+        arguments (`dict`): may hold `optimizers` and `optimizer_cls_and_kwargs`, as [`~transformers.Trainer`] takes
+            them.
     """
-    optimizer, chosen = (given.get("optimizers") or (None,))[0], given.get("optimizer_cls_and_kwargs")
+    optimizer, chosen = (arguments.get("optimizers") or (None,))[0], arguments.get("optimizer_cls_and_kwargs")
     if optimizer is not None:
         groups = enumerate(optimizer.param_groups)
         settings = {

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .base_trainer import RunTrainer
 
 
-class Kept(Protocol):
+class SavedState(Protocol):
     """A state that checkpoints hold beside Trainer's. All ranks call its methods."""
 
     def save(self, trainer: Any, directory: Path) -> None:
@@ -84,7 +84,7 @@ class Run:
         checkpoint (`str`, *optional*): the checkpoint directory to resume from; `None` for new runs.
         pushes (`bool`): whether the run pushes to the Hub.
         callbacks (`list[TrainerCallback]`): its callbacks, in their order.
-        kept (`list[Kept]`): states that checkpoints hold beside Trainer's.
+        saved_states (`list[SavedState]`): states that checkpoints hold beside Trainer's.
         fixed_weights (`dict[str, str]`): digests of weights that training does not change, by their role.
         own_optimizer (`tuple[str, dict]`, *optional*): the class and the settings of an optimizer of the user.
     """
@@ -105,7 +105,7 @@ class Run:
         self.checkpoint: str | None = None
         self.pushes = args.push_to_hub
         self.callbacks: list[TrainerCallback] = []
-        self.kept: list[Kept] = []
+        self.saved_states: list[SavedState] = []
         self.fixed_weights: dict[str, str] = {}
         self.own_optimizer: tuple[str, dict[str, Any]] | None = None
 

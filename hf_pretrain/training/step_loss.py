@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..model.loss import RowLoss, prediction_weights
+from ..model.loss import TokenLoss, prediction_weights
 from ..model.router_loss import find_documents
 from ..runtime.errors import UserError
 from ..runtime.ranks import Ranks
@@ -102,7 +102,7 @@ class Term(Protocol):
     arguments: Any
     weights: dict[str, Sequence[torch.Tensor]]
 
-    def __call__(self, inputs: dict[str, torch.Tensor]) -> RowLoss:
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> TokenLoss:
         """Return the loss of a micro-batch, for the model to compute."""
 
 
@@ -112,11 +112,11 @@ def loss_parts(outputs: Any, term: Term | None = None) -> dict[str, torch.Tensor
 
     Args:
         outputs: the outputs of the model.
-        term ([`Term`], *optional*): a further term of the loss, which is `row_loss` of the outputs.
+        term ([`Term`], *optional*): a further term of the loss, which is `token_loss` of the outputs.
     """
     parts = {"ce_loss": outputs.ce_loss, "aux_loss": outputs.aux_loss}
     if term is not None:
-        parts[term.name] = outputs.row_loss
+        parts[term.name] = outputs.token_loss
     return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -142,7 +142,7 @@ class EvaluationSums:
         if self.token_bytes is not None:
             # A label of -100 cannot be an index; its weight is 0.
             num_bytes = (weights * self.token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
-        values = [outputs.ce_loss, total, num_bytes, *([] if self.term is None else [outputs.row_loss])]
+        values = [outputs.ce_loss, total, num_bytes, *([] if self.term is None else [outputs.token_loss])]
         self._sums.append(torch.stack(values).detach())
         return outputs.ce_loss / total.clamp(min=torch.finfo(torch.float32).tiny)
 

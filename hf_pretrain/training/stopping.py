@@ -100,17 +100,17 @@ def end_stopped_run(trainer: "RunTrainer", number: int) -> NoReturn:
     _end_run(trainer, 128 + number, Signals(number).name, f"Stopped by {Signals(number).name} {message}")
 
 
-def end_nonfinite_run(trainer: "RunTrainer", what: str, step: int) -> NoReturn:
+def end_nonfinite_run(trainer: "RunTrainer", cause: str, step: int) -> NoReturn:
     """
     End the run before anything of a step leaves the device. All ranks call this function.
 
     Args:
         trainer ([`~training.base_trainer.RunTrainer`]): the trainer of the run.
-        what (`str`): what is not finite.
+        cause (`str`): what is not finite.
         step (`int`): the number of the step.
     """
     message = (
-        f"{what} in step {step}. The run stopped before it saved anything of this step, and the checkpoints in "
+        f"{cause} in step {step}. The run stopped before it saved anything of this step, and the checkpoints in "
         f"{trainer.args.output_dir} are intact. Resume with a lower --learning_rate and --allow_inexact_resume."
     )
     _end_run(trainer, EXIT_NOT_FINITE, message, message)

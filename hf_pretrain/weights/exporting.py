@@ -134,8 +134,8 @@ class GGUFFormat(ExportFormat):
     has_tokenizer_files = False
 
     def write(self, model: MiniMindForCausalLM, directory: Path, **names: Any) -> PreTrainedModel:
-        how = {"name": names["model_name"], "tokenizer": names["tokenizer"], "dtype": names["dtype"]}
-        path = write_gguf(model, directory, **how)
+        options = {"name": names["model_name"], "tokenizer": names["tokenizer"], "dtype": names["dtype"]}
+        path = write_gguf(model, directory, **options)
         return load_upstream(path, dtype=torch.float32)
 
 
@@ -234,8 +234,8 @@ def export(
     with written_whole(output_dir, lock=LOCK_NAME) as aside:
         # Another process may have written here since the first check.
         check_empty(output_dir, "--to")
-        how = {"tokenizer": tokenizer, "dtype": dtype, "model_name": model_name, "stage": stage}
-        written = target.write(converted, aside, **how)
+        options = {"tokenizer": tokenizer, "dtype": dtype, "model_name": model_name, "stage": stage}
+        written = target.write(converted, aside, **options)
         # Compare in float32 on both sides, so that the difference shows only the rounding of the weights.
         names = {"path": output_dir, "format": target.layout, "dtype": dtype}
         report = compare(_cast(model, torch.float32), written.eval(), **names, is_exact=dtype == source_dtype)

@@ -11,7 +11,7 @@ import torch
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.evaluation.evaluation import EvaluationArguments
 from hf_pretrain.evaluation.lm_eval_tasks import evaluate_tasks, index_tasks
-from hf_pretrain.loading.model_arguments import with_yarn
+from hf_pretrain.loading.model import with_yarn
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_documents
 from hf_pretrain.tokenizer.pretrained import load_tokenizer

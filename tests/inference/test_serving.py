@@ -24,7 +24,7 @@ from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.inference.server_requests import MAX_BYTES
 from hf_pretrain.inference.serving import check_ports
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
-from hf_pretrain.loading.model_arguments import with_yarn
+from hf_pretrain.loading.model import with_yarn
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.exporting import export

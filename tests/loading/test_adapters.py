@@ -13,7 +13,8 @@ from torch.func import functional_call
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.checkpoints.writer import write_model
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, load_adapter
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import adapted_model

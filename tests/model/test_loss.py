@@ -9,12 +9,12 @@ from transformers import Trainer, TrainingArguments
 
 from hf_pretrain.model import loss as loss_module
 from hf_pretrain.model.loss import (
-    RowLoss,
+    TokenLoss,
     cross_entropy,
     linear_loss,
     masked_cross_entropy,
     prediction_weights,
-    weighted_rows,
+    weighted_tokens,
 )
 from hf_pretrain.model.router_loss import find_documents, router_loss
 from tests.models import Operators, assert_near, gradients, packed_positions
@@ -69,7 +69,7 @@ def test_cross_entropy_is_the_formula(batch, rows_at_a_time, num_items, is_weigh
     `None` stands for all logits at once.
     """
     monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 13 * (rows_at_a_time or 0)))
-    monkeypatch.setattr(loss_module, "MIN_ROWS", 1)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 1)
     monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", 13 * 4)
     hidden, weight, labels, weights = batch
     options = {"loss_mask": weights if is_weighted else None, "num_items_in_batch": num_items}
@@ -138,9 +138,9 @@ def test_compiled_cross_entropy_is_called_once_per_chunk(batch, monkeypatch):
 def test_the_losses_without_logits_are_the_same(model, input_ids, monkeypatch):
     """The loss of the labels, and one that replaces 0.75 of it: here the entropy, times a weight."""
     monkeypatch.setattr(loss_module, "MAX_LOGITS", (0, 0))
-    monkeypatch.setattr(loss_module, "MIN_ROWS", 4)
+    monkeypatch.setattr(loss_module, "MIN_CHUNK", 4)
     labels = input_ids.masked_fill(packed_positions(2) == 0, -100)
-    rows = weighted_rows(torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten() != -100)
+    rows = weighted_tokens(torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten() != -100)
     weights, sizes = torch.rand(len(rows)), []
 
     def entropy(logits: torch.Tensor, part: slice) -> torch.Tensor:
@@ -151,14 +151,14 @@ def test_the_losses_without_logits_are_the_same(model, input_ids, monkeypatch):
     found = []
     for skip_logits in (False, True):
         model.zero_grad()
-        what = {"labels": labels, "skip_logits": skip_logits, "row_loss": RowLoss(rows, entropy, share=0.75)}
+        what = {"labels": labels, "skip_logits": skip_logits, "token_loss": TokenLoss(rows, entropy, share=0.75)}
         outputs = model(input_ids, position_ids=packed_positions(2), **what)
         assert (outputs.logits is None) == skip_logits
         aux_loss = 0 if outputs.aux_loss is None else model.config.router_aux_loss_coef * outputs.aux_loss.item()
-        expected = 0.25 * outputs.ce_loss.item() + 0.75 * outputs.row_loss.item() + aux_loss
+        expected = 0.25 * outputs.ce_loss.item() + 0.75 * outputs.token_loss.item() + aux_loss
         assert outputs.loss.item() == pytest.approx(expected)
         (3 * outputs.loss).backward()
-        found.append((torch.stack([outputs.loss, outputs.row_loss]).detach(), gradients(model)))
+        found.append((torch.stack([outputs.loss, outputs.token_loss]).detach(), gradients(model)))
     assert len(sizes) > 3 and sizes[0] == len(rows) and max(sizes[1:]) == 4
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=0)
     assert_near(found[1][1], found[0][1], 1e-6)

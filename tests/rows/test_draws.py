@@ -11,8 +11,8 @@ from hf_pretrain.rows.chat_arguments import ChatArguments
 from hf_pretrain.rows.draws import SYSTEM_MESSAGES
 from hf_pretrain.rows.encoding import EMPTY_THOUGHT
 from hf_pretrain.rows.reading import Reading
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
 

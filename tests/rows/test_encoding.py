@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.rows.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.rows.packing import prepare_rows
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from hf_pretrain.rows import preparation
 from hf_pretrain.rows.chat_arguments import ChatArguments
-from hf_pretrain.rows.data_arguments import DataArguments, SourceArguments
+from hf_pretrain.rows.data_arguments import DataArguments, PreferenceArguments
 from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.rows.preparation import PreparedData, load_rows
 from hf_pretrain.stages.dpo import DPOTrainingArguments
@@ -39,7 +39,7 @@ def test_only_training_data_must_leave_rows(tmp_path, kind):
     def load(train: str, validation: str) -> PreparedData:
         how = {"dataset_name": [names[train]], "eval_dataset_name": [names[validation]]}
         if kind == "preferences":
-            return load_rows(SourceArguments(**how), args, tokenizer, prepare=prepare_pairs)
+            return load_rows(PreferenceArguments(**how), args, tokenizer, prepare=prepare_pairs)
         return load_rows(ChatArguments(**how, max_length=32), args, tokenizer)
 
     data = load("short", "long")

@@ -19,8 +19,8 @@ from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.parser import read_config
 from hf_pretrain.stages.distillation import load_teacher
 from hf_pretrain.stages.from_scratch import Budget
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import toy_model
 

@@ -13,8 +13,8 @@ from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import EXPERTS, LikeMPS, check_start_of_workers, write_jsonl

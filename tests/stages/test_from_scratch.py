@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.run_directory.history import RunHistory, read_run
 from hf_pretrain.stages import from_scratch
 from hf_pretrain.stages.from_scratch import Budget

@@ -23,7 +23,7 @@ FIGURES = tuple(log_probs.FIGURES)
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_head_has_the_figures_and_gradients_of_trl(temperature, monkeypatch):
-    monkeypatch.setattr(log_probs, "MIN_ROWS", 4)
+    monkeypatch.setattr(log_probs, "MIN_CHUNK", 4)
     monkeypatch.setattr(log_probs, "MAX_LOGITS", loss_module.MAX_LOGITS[:1] + (0,))
     torch.manual_seed(0)
     ids = torch.randint(3, 64, (3, 12))

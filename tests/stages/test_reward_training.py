@@ -12,7 +12,7 @@ from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.rows.preference_pairs import prepare_pairs
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
-from hf_pretrain.tokenizer.answers import set_template
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl

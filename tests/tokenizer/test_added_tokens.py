@@ -12,12 +12,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.encoding import encode_conversation
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_documents, encode_rendered
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, start
 from tests.toys import toy_model, write_jsonl

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.conversations import CONVERSATIONS, TOOL
 from tests.models import FIXTURES

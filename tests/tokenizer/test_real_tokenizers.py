@@ -13,9 +13,9 @@ from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.rows.encoding import ConversationEncoder
 from hf_pretrain.rows.packing import prepare_rows
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.control_tokens import encode_prompt, set_stop_tokens
 from hf_pretrain.tokenizer.pretrained import add_words, load_tokenizer, save_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.weights.exporting import export
 from tests.toys import toy_model
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.samples import measure_answers
 from hf_pretrain.inference.terminal_chat import Chat
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.tokenizer.control_tokens import encode_prompt, find_turn_end, set_stop_tokens
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer

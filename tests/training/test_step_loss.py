@@ -42,7 +42,7 @@ def test_a_step_of_padding_rows_divides_by_one():
 
 
 def test_the_parts_of_a_loss_have_the_names_of_the_log():
-    outputs = SimpleNamespace(ce_loss=3.0, aux_loss=None, row_loss=8.0)
+    outputs = SimpleNamespace(ce_loss=3.0, aux_loss=None, token_loss=8.0)
     assert loss_parts(outputs) == {"ce_loss": 3.0}
     outputs.aux_loss = 0.25
     assert loss_parts(outputs, TERM) == {"ce_loss": 3.0, "aux_loss": 0.25, "kl_loss": 8.0}
@@ -51,10 +51,10 @@ def test_the_parts_of_a_loss_have_the_names_of_the_log():
 def test_an_evaluation_is_one_ratio_of_sums():
     sums = EvaluationSums(torch.arange(10).float(), TERM)
     # float32 would round the sum 2**24 + 11 to an even number.
-    means = [sums.add(as_outputs(ce_loss=ce, row_loss=6.0), BATCH).item() for ce in (11.0, 2.0**24)]
+    means = [sums.add(as_outputs(ce_loss=ce, token_loss=6.0), BATCH).item() for ce in (11.0, 2.0**24)]
     assert means == pytest.approx([11 / 5.5, 2**24 / 5.5])
     padding = BATCH | {"labels": torch.full((2, 5), -100)}
-    assert sums.add(as_outputs(ce_loss=0.0, row_loss=6.0), padding).item() == 0.0
+    assert sums.add(as_outputs(ce_loss=0.0, token_loss=6.0), padding).item() == 0.0
     figures = sums.figures(lambda tensor: tensor, prefix="test", description="a set")
     assert figures["test_loss"] == (2**24 + 11) / 11 and figures["test_kl"] == 18 / 11
     assert figures["test_perplexity"] == math.exp(700.0)

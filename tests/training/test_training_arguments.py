@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from hf_pretrain.loading.model_arguments import ModelArguments, load_config, load_model
+from hf_pretrain.loading.model import load_config, load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.runtime.errors import UserError

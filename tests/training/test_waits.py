@@ -22,7 +22,7 @@ INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 # Functions that read tensors of the host: the late check of the gradient's norm, what runs only on a CPU, the
 # loader and its sampler, and the kernel in place of FlashAttention.
 ON_HOST = {"read", "check_positions", "find_packed_documents", "fetch", "__iter__", "weights_by_document"}
-ON_HOST |= {"weighted_rows"}
+ON_HOST |= {"weighted_tokens"}
 
 
 class Waits(TorchDispatchMode):

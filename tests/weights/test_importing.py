@@ -18,7 +18,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Mistra
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.loading.adapters import adapter_base
-from hf_pretrain.loading.model_arguments import ModelArguments, load_model
+from hf_pretrain.loading.model import load_model
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.weights.exporting import export

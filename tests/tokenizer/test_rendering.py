@@ -13,10 +13,10 @@ from jinja2 import TemplateError
 from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.rows.encoding import ConversationEncoder, encode_conversation
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.answers import set_template
 from hf_pretrain.tokenizer.chat_template import add_marks
 from hf_pretrain.tokenizer.control_tokens import encode_prompt, find_turn_end
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
