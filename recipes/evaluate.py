@@ -7,7 +7,7 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     hf-pretrain evaluate --config recipes/tiny/sft.yaml --model_name_or_path out/sft-tiny
     hf-pretrain evaluate --tasks minimind,small --validation_fraction 0
     hf-pretrain evaluate --tasks tool_call --validation_fraction 0
-    hf-pretrain evaluate --max_length 2048 --loss_by_position --inference_rope_scaling 512:4
+    hf-pretrain evaluate --max_length 2048 --inference_rope_scaling 512:4
     hf-pretrain evaluate --tasks my_task --include_path my/tasks --validation_fraction 0
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
@@ -26,7 +26,6 @@ from hf_pretrain.evaluation.evaluation import (
     run_tasks,
     write_results,
 )
-from hf_pretrain.evaluation.position_losses import measure_positions
 from hf_pretrain.inference.samples import measure_answers
 from hf_pretrain.inference.terminal_chat import is_base_model
 from hf_pretrain.loading.model import load_model
@@ -55,8 +54,6 @@ def main(model_args: ModelArguments, data_args: ValidationArguments, training_ar
         metrics |= measure_answers(trainer.model, tokenizer, rows.conversations)
     results = begin_results(metrics, rows, max_length=data_args.max_length, limit=training_args.limit)
     results["inference_rope_scaling"] = model_args.inference_rope_scaling
-    if training_args.loss_by_position and rows.first_eval is not None:
-        results["loss_by_position"] = measure_positions(trainer, rows.first_eval)
     if training_args.tasks:
         asked = training_args.apply_chat_template
         results["apply_chat_template"] = is_chat = not is_base if asked is None else asked

@@ -1,5 +1,5 @@
 """
-Measures of a trained model: validation loss, tasks of lm-eval, tool calls, and losses by position.
+Measures of a trained model: validation loss, tasks of lm-eval, and tool calls.
 
 The package re-exports nothing, because lm-eval is an optional library.
 """

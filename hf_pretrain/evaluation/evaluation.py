@@ -78,7 +78,6 @@ class EvaluationArguments(LMTrainingArguments):
     include_path: list[str] | None = flag(None, "Directories with further task YAMLs.")
     num_fewshot: int | None = flag(None, "Examples before each question of a task.")
     limit: float | None = flag(None, "Number of examples per task, or a share if below 1.", bounds="above 0")
-    loss_by_position: bool = flag(False, "Also measure the loss by position in the document, with and without YaRN.")
 
     def __post_init__(self):
         # In a training config, --output_dir names the run to evaluate. `find_model` later sets it to the directory of
@@ -88,10 +87,6 @@ class EvaluationArguments(LMTrainingArguments):
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
-        if self.loss_by_position and self.world_size > 1:
-            raise UserError(
-                f"--loss_by_position needs a single process, and {self.world_size} were started: launch with python."
-            )
         if self.tasks:
             check_whole_model(self, "--tasks")
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
@@ -206,10 +201,6 @@ def format_results(results: dict[str, Any]) -> str:
             label = metric.name.replace("_", " ") + (f" ({metric.unit})" if metric.unit else "")
             table.append(("validation", label, f"{figures[metric.key]:.4f}", ""))
     table += [("validation", label, f"{figures[key]:.4f}", "") for key, label in named_figures(figures).items()]
-    for part in results.get("loss_by_position", []):
-        names = [name for name in part if name.startswith("loss")]
-        on = f"positions {part['first']}-{part['last']}"
-        table += [(on, name.replace("_", " "), f"{part[name]:.4f}", f"{part['tokens']:,} tokens") for name in names]
     for task, result in results["tasks"].items():
         # A group such as cmmlu has dozens of parts, and its own mean.
         for metric, entry in result["metrics"].items() if result["group"] is None else ():

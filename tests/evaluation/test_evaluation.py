@@ -173,35 +173,24 @@ def test_a_test_file_is_evaluated_whole(model, tokenizer, talker, tmp_path):
     assert "6 documents" in results["data"]
 
 
-def test_the_loss_by_position_with_and_without_yarn(model, tokenizer, talker, tmp_path, capsys):
+def test_another_scaling_of_the_positions_is_another_model(model, tokenizer, talker, tmp_path):
     texts = ["It rains in Oslo. " * 30, "two and two " * 100]
     data = write_jsonl(tmp_path / "test.jsonl", texts)
     words = ["--model_name_or_path", str(talker), "--eval_dataset_name", data, "--results_dir", str(tmp_path)]
-    words += ["--max_length", "640", "--loss_by_position", "--dataset_kind", "text"]
+    words += ["--max_length", "1024", "--dataset_kind", "text"]
     with LikeMPS():
         evaluate_here(*words, "--inference_rope_scaling", "256:4")
     # Another evaluation, without the flag, leaves the file alone.
     evaluate_here(*words)
-    plain = json.loads((tmp_path / "evaluation.json").read_text())
-    results = json.loads((tmp_path / "evaluation-256x4.json").read_text())
-    assert (plain["inference_rope_scaling"], results["inference_rope_scaling"]) == (None, "256:4")
-    assert plain["held_out"]["eval_loss"] != results["held_out"]["eval_loss"]
     scaled = MiniMindForCausalLM(with_yarn(model.config, "256:4")).eval()
     scaled.load_state_dict(model.state_dict())
     documents = encode_documents(texts, tokenizer)
-    assert max(map(len, documents)) > 256
-    expected = {}
-    for name, each in (("loss", scaled), ("loss_without_yarn", model)):
-        nats = [-log_probabilities(each, ids) for ids in documents]
-        for first, last in ((0, 127), (128, 255), (256, 511)):
-            # The first score is that of the token at position 1.
-            part = torch.cat([scores[max(first, 1) - 1 : last] for scores in nats])
-            expected.setdefault((first, last, len(part)), {})[name] = part.mean().item()
-    found = {(row["first"], row["last"], row["tokens"]): row for row in results["loss_by_position"]}
-    for key, losses in expected.items():
-        assert {name: found[key][name] for name in losses} == pytest.approx(losses, rel=1e-4)
-        assert losses["loss"] != pytest.approx(losses["loss_without_yarn"], rel=1e-3)
-    assert f"{losses['loss_without_yarn']:.4f}" in capsys.readouterr().out
+    assert 256 < max(map(len, documents)) <= 1024
+    for name, scaling, each in (("evaluation", None, model), ("evaluation-256x4", "256:4", scaled)):
+        results = json.loads((tmp_path / f"{name}.json").read_text())
+        expected = -torch.cat([log_probabilities(each, ids) for ids in documents]).mean().item()
+        assert results["inference_rope_scaling"] == scaling
+        assert results["held_out"]["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_recipe_runs_tasks(run, tasks, tmp_path):
