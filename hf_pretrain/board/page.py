@@ -259,7 +259,7 @@ class _Form:
         value = defaults.get(name, flag["action"].default)
         text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
         text = text and f"{self.t('default')}: {text}"
-        shown = {"visible": True, "info": self.help(name, flag)}
+        shown: dict[str, Any] = {"visible": True, "info": self.help(name, flag)}
         if words := runs.find_names(flag.get("names")) or _words(flag["action"]):
             return gr.update(choices=[(text, ""), *((word, word) for word in words)], **shown)
         return gr.update(placeholder=text, **shown)
