@@ -168,11 +168,9 @@ def _link(name: str, t: Translation) -> str:
     return f'<a href="{url}" target="_blank" rel="noopener">{t("Open the chat")}</a>' if answers(url) else ""
 
 
-def _make_field(name: str, flag: dict[str, Any], t: Translation, info: str | None) -> gr.Dropdown | gr.Textbox:
+def _make_field(name: str, flag: dict[str, Any], t: Translation, info: str) -> gr.Dropdown | gr.Textbox:
     """Return the field of a flag. If it is empty, the flag is left out."""
-    # gradio takes two asterisks for emphasis, and knows no way to escape them. This letter looks alike.
-    info = (info or (flag["action"].help or "").replace("%%", "%")).replace("*", "∗")
-    label, info = t(flag["form"].partition(": ")[2]), f"{info} `--{name}`"
+    label = t(flag["form"].partition(": ")[2])
     about: dict[str, Any] = {"label": label, "info": info, "elem_id": f"flag-{name}", "min_width": 280}
     if _words(flag["action"]) or "names" in flag:
         # Its first choice is the default.
@@ -196,12 +194,11 @@ def _add_form(opened: list[Any], tabs: gr.Tabs, chosen: gr.Radio, handlers: "_Fo
         preset = gr.Dropdown(presets, value="auto", label=t("Preset"), elem_id="preset", min_width=200)
         name = gr.Textbox("", label=t("Name"), info=t("Directory below out/"), elem_id="name", min_width=200)
         earlier = gr.Dropdown([], label=t("Fill in from a run"), elem_id="earlier", min_width=200)
-    chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if handlers.language == "zh" else {}
     fields: list[Any] = []
     for number, group in enumerate(GROUPS):
         with gr.Accordion(t(group), open=number == 0, elem_id=f"group-{number}"), gr.Row():
-            names = [name for name, flag in handlers.fields.items() if flag["form"].startswith(group)]
-            fields += [_make_field(name, handlers.fields[name], t, chinese.get(name)) for name in names]
+            flags = {name: flag for name, flag in handlers.fields.items() if flag["form"].startswith(group)}
+            fields += [_make_field(name, flag, t, handlers.help(name, flag)) for name, flag in flags.items()]
     more = gr.Textbox(label=t("More flags"), placeholder="--warmup_steps 0.1", elem_id="more")
     command = gr.Textbox(label=t("Command to copy"), lines=2, buttons=["copy"], interactive=False, elem_id="command")
     with gr.Row():
@@ -238,6 +235,7 @@ class _Form:
 
     def __init__(self, flags: dict[str, Any], language: str, t: Translation):
         self.flags, self.language, self.t = flags, language, t
+        self.chinese = read_json(hf_pretrain_cli.RECIPES / "chinese.json") if language == "zh" else {}
         fields = {name: flag for stage in flags.values() for name, flag in stage.items()}
         # In the order of the form.
         self.fields = dict(sorted(fields.items(), key=lambda each: GROUPS.index(each[1]["form"].split(": ")[0])))
@@ -251,15 +249,22 @@ class _Form:
         fields = (self._update(name, self.flags[stage].get(name), defaults) for name in self.fields)
         return [free, gr.update(choices=runs.find_runs()), *fields]
 
+    def help(self, name: str, flag: dict[str, Any]) -> str:
+        """Return the text beside the field of a flag, which differs between the stages."""
+        # gradio takes two asterisks for emphasis, and knows no way to escape them. This letter looks alike.
+        info = self.chinese.get(name) or (flag["action"].help or "").replace("%%", "%")
+        return f"{info.replace('*', '∗')} `--{name}`"
+
     def _update(self, name: str, flag: dict[str, Any] | None, defaults: dict[str, Any]) -> Any:
         if flag is None:
             return gr.update(visible=False, value="")
         value = defaults.get(name, flag["action"].default)
         text = " ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
         text = text and f"{self.t('default')}: {text}"
+        shown: dict[str, Any] = {"visible": True, "info": self.help(name, flag)}
         if words := runs.find_names(flag.get("names")) or _words(flag["action"]):
-            return gr.update(visible=True, choices=[(text, ""), *((word, word) for word in words)])
-        return gr.update(visible=True, placeholder=text)
+            return gr.update(choices=[(text, ""), *((word, word) for word in words)], **shown)
+        return gr.update(placeholder=text, **shown)
 
     def fill(self, name: str) -> list[Any]:
         """Return the stage, the preset, more flags and the fields of an earlier run."""

@@ -16,7 +16,7 @@ from ..loading.native import DEFAULT_SAMPLING, is_native_checkpoint, load_native
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.devices import default_device_type, refuse_unused_gpu
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, as_user_errors
 from ..runtime.flags import flag, same_flag
 from ..runtime.names import is_gguf
 from ..tokenizer.control_tokens import set_stop_tokens
@@ -163,7 +163,8 @@ def load_engine(
         if engine == "llama.cpp":
             fix = "Convert it with `hf-pretrain convert`, or leave the flag out"
             raise UserError(f"--engine llama.cpp serves models of this package, and {name} is another's. {fix}.")
-        model = AutoModelForCausalLM.from_pretrained(name, **loading)
+        with as_user_errors():
+            model = AutoModelForCausalLM.from_pretrained(name, **loading)
     set_stop_tokens(model, tokenizer)
     if isinstance(model, MiniMindForCausalLM):
         model = with_engine(model.eval(), engine, num_sequences=NUM_SEQUENCES)

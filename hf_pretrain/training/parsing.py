@@ -58,6 +58,9 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
                 # The user's names of columns fit the user's files alone.
                 others = content.keys() - {"mixed_in", "eval_dataset_name"}
                 content = {name: value for name, value in content.items() if name in others}
+            if "num_train_epochs" in given:
+                # The steps of the file would win over the passes that the user asks for.
+                content.pop("max_steps", None)
             is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
             if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
                 name, share = mixed_in

@@ -314,6 +314,8 @@ def test_what_is_chosen_and_typed_before_the_board_answers_stays(page, hub, work
     page.locator("#group-3 button").first.click()
     help_text = page.locator("#flag-gradient_accumulation_steps").inner_text()
     assert "batch_size ∗ num_devices ∗ gradient" in " ".join(help_text.split()).replace("per_device_train_", "")
+    # GRPO counts completions.
+    assert "Completions" not in page.locator("#flag-per_device_train_batch_size").inner_text()
 
 
 @pytest.mark.slow

@@ -34,6 +34,11 @@ def inspect(tmp_path, tokenizer, records, **how):
     )
 
 
+def test_every_name_of_a_question_and_an_answer_is_read(tmp_path, tokenizer):
+    text = inspect(tmp_path, tokenizer, [{"question": "two?", "answer": "four", "topic": "sums"}])[1]
+    assert "Fields not read      topic (1)" in text
+
+
 def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
     records = [
         {"messages": turn("two?", "It is four.") + turn("and?", "two")},

@@ -78,7 +78,7 @@ LOADERS = {
     [
         *((kind, load) for kind in ("model", "adapter") for load in ("recipe", "serve")),
         ("model", "teacher"),
-        ("gpt2", "teacher"),
+        *(("gpt2", load) for load in ("serve", "teacher")),
     ],
 )
 def test_a_pickle_of_code_ends_in_one_line_and_runs_nothing(kind, load, models, tmp_path, capsys):

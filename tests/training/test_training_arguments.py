@@ -100,6 +100,12 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
     assert parse(tmp_path, *words, config=config)[2].max_steps == steps
 
 
+def test_passes_on_the_command_line_win_over_steps_of_a_file(tmp_path):
+    for words, steps in ((["--num_train_epochs", "2"], -1), (["--num_train_epochs", "2", "--max_steps", "3"], 3)):
+        args = parse(tmp_path, "--use_cpu", *words, config={"max_steps": 9, "num_train_epochs": 1})[2]
+        assert (args.num_train_epochs, args.max_steps) == (2, steps)
+
+
 @pytest.mark.parametrize(
     ("words", "config", "message"),
     [
