@@ -543,6 +543,8 @@ def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkey
         check_ports("localhost", [8033, 8033])
 
 
+# uvicorn ends its thread by `sys.exit`.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_served_model_answers_at_once_or_the_command_ends(talker):
     port = free_port()
     options = {"host": "127.0.0.1", "port": port, "hosts": [], "use_cpu": True}
