@@ -5,10 +5,8 @@ Serve a model under OpenAI's API. By default, only this machine can use it (`--h
     hf-pretrain serve --model_name_or_path out/sft-tiny --port 8001 --think off
     hf-pretrain serve --web
     hf-pretrain serve --web --tools examples.agent_tools:TOOLS
-    hf-pretrain serve --web --model_name_or_path out/sft-tiny --compare out/dpo-tiny
 
-`--web` also opens a chat page in the browser, and `--compare` shows a second model beside the first. Any OpenAI client
-can use the server:
+`--web` also opens a chat page in the browser. Any OpenAI client can use the server:
 
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="out/sft-tiny", messages=[{"role": "user", "content": "hello"}]
@@ -22,7 +20,6 @@ positions.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from hf_pretrain.checkpoints.directory import find_newest_run
 from hf_pretrain.runtime.command_line import one_line_errors
@@ -38,7 +35,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 # FastAPI is optional. If it is missing, one line tells the user how to install it.
 with one_line_errors():
     from hf_pretrain.inference.inference_arguments import THINK, AnsweringArguments
-    from hf_pretrain.inference.serving import check_ports, serve_model, wait_for_servers
+    from hf_pretrain.inference.serving import check_ports, serve_model
     from hf_pretrain.inference.tools import offer_tools
 
 
@@ -52,7 +49,6 @@ class ServingArguments(AnsweringArguments):
     web: bool = flag(False, "Open a chat page in the browser.")
     web_port: int = flag(7860, "TCP port of the chat page.", bounds="at least 0 and at most 65535")
     language: str | None = flag(None, "Of the chat page; by default the browser's.", choices=tuple(LANGUAGES))
-    compare: str | None = flag(None, "A second model, shown beside the first; it gets the next port.", names="model")
     tools: str | None = flag(
         None, "calculator, or module.path:NAME of functions, which the chat page runs.", names="code"
     )
@@ -64,38 +60,45 @@ ARGUMENTS = (ServingArguments,)
 
 
 def main(args: ServingArguments) -> None:
-    if (args.compare or args.tools) and not args.web:
-        raise UserError("--compare and --tools need the chat page. Add --web.")
+    if args.tools and not args.web:
+        raise UserError("--tools needs the chat page. Add --web.")
     if not args.use_cpu:
         refuse_unused_gpu("--use_cpu")
     if args.web:
-        from hf_pretrain.inference.chat_page import Endpoint, open_page
+        from hf_pretrain.inference.chat_page import open_page
     tools = offer_tools(args.tools)
 
-    names = [args.model_name_or_path or find_newest_run(with_adapters=True), *([args.compare] if args.compare else [])]
-    ports = range(args.port, args.port + len(names))
-    check_ports(args.host, [*ports, args.web_port] if args.web else [*ports])
-    # Report a mistake before any model is loaded.
-    for name in names:
-        tokenizer = load_tokenizer(name)
-        if args.web:
-            check_chat_template(tokenizer)
-    thinking, hosts = THINK[args.think], [args.host, *args.allowed_hosts]
-    options: dict[str, Any] = {
-        "host": args.host,
-        "hosts": hosts,
-        "thinking": thinking,
-        "seed": args.seed,
-        "use_cpu": args.use_cpu,
-    }
-    options |= {"dtype": args.dtype, "rope_scaling": args.inference_rope_scaling, "engine": args.engine}
-    servers = [serve_model(name, port=number, **options) for name, number in zip(names, ports, strict=True)]
+    name = args.model_name_or_path or find_newest_run(with_adapters=True)
+    check_ports(args.host, [args.port, args.web_port] if args.web else [args.port])
+    # Report a mistake before the model is loaded.
+    tokenizer = load_tokenizer(name)
     if args.web:
-        host = "127.0.0.1" if args.host == "0.0.0.0" else args.host
-        endpoints = [Endpoint(name, f"http://{host}:{number}/v1") for name, number in zip(names, ports, strict=True)]
-        where: dict[str, Any] = {"host": args.host, "port": args.web_port, "hosts": hosts, "language": args.language}
-        open_page(endpoints, **where, thinking=thinking is not False, tools=tools)
-    wait_for_servers(servers)
+        check_chat_template(tokenizer)
+    thinking, hosts = THINK[args.think], [args.host, *args.allowed_hosts]
+    server = serve_model(
+        name,
+        host=args.host,
+        port=args.port,
+        hosts=hosts,
+        thinking=thinking,
+        seed=args.seed,
+        use_cpu=args.use_cpu,
+        dtype=args.dtype,
+        rope_scaling=args.inference_rope_scaling,
+        engine=args.engine,
+    )
+    if args.web:
+        open_page(
+            name,
+            f"http://{'127.0.0.1' if args.host == '0.0.0.0' else args.host}:{args.port}/v1",
+            host=args.host,
+            port=args.web_port,
+            hosts=hosts,
+            language=args.language,
+            thinking=thinking is not False,
+            tools=tools,
+        )
+    server.wait_for_end()
 
 
 if __name__ == "__main__":

@@ -195,6 +195,28 @@ class ModelServer:
         self.thread = threading.Thread(target=self._server.run, daemon=True)
         self.thread.start()
 
+    def check(self) -> None:
+        """Raise `EngineEnded` if the engine has ended, and `UserError` if the server has."""
+        self.engine.check()
+        if not self.thread.is_alive():
+            raise UserError("The server has ended. Its message stands above.")
+
+    def wait_for_start(self) -> None:
+        """Wait until the server answers."""
+        while not self._server.started:
+            self.check()
+            time.sleep(0.05)
+
+    def wait_for_end(self) -> None:
+        """Wait until Ctrl-C or a signal ends this process. If the engine ends, end the server and raise the error."""
+        try:
+            while True:
+                self.check()
+                time.sleep(0.5)
+        except EngineEnded:
+            self.stop()
+            raise
+
     def stop(self) -> None:
         """End the server. The clients of running answers have two seconds to get an error."""
         self._server.should_exit = True
@@ -213,7 +235,7 @@ def serve_model(
     **options: Any,
 ) -> ModelServer:
     """
-    Load a model and serve it in another thread.
+    Load a model, serve it in another thread, and return when the server answers.
 
     Args:
         name (`str`): a directory or Hub id, of an adapter, too; a GGUF file; a model of the package index.
@@ -227,19 +249,7 @@ def serve_model(
     if seed is not None:
         torch.manual_seed(seed)
     app = Endpoints(name, engine, tokenizer, thinking=thinking).make_app(hosts)
+    server = ModelServer(app, engine, host=host, port=port)
+    server.wait_for_start()
     print(f"Serving {name} at http://{host}:{port}/v1 (Ctrl+C stops it)", flush=True)
-    return ModelServer(app, engine, host=host, port=port)
-
-
-def wait_for_servers(servers: list[ModelServer]) -> None:
-    """Wait until Ctrl-C or a signal ends this process. If an engine ends, end the servers and raise `EngineEnded`."""
-    try:
-        while any(server.thread.is_alive() for server in servers):
-            for server in servers:
-                server.engine.check()
-            time.sleep(0.5)
-    except EngineEnded:
-        for server in servers:
-            server.stop()
-        raise
-    raise UserError("The server has ended. Its message stands above.")
+    return server

@@ -5,7 +5,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import requests
 from openai import OpenAI
 
 from hf_pretrain.inference import chat_page
-from hf_pretrain.inference.chat_page import Endpoint, begin_answer, show, to_request
+from hf_pretrain.inference.chat_page import escape_tags, make_page, show, to_request, unescape_tags
 from hf_pretrain.inference.tools import offer_tools
 from tests.faults.driving import wait_for
 from tests.invariants.launching import ROOT, cpu_environment, free_port
@@ -27,19 +27,23 @@ TIMEOUT = 120_000
 LENGTH = "Longest answer in tokens"
 
 
-# Histories
+# Answers without a browser
 
 
 QUESTION = {"role": "user", "content": "weather in Oslo?"}
-RUNNING = {"role": "assistant", "content": "", "is_running": True}
+SETTINGS = ("", 0, 0.9, 60, True, 32)
 
 
 def call(name: str, arguments: str = "{}") -> dict:
     return {"id": f"call-{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def answer(content: str = "", **fields) -> dict:
+    return {"role": "assistant", "content": content, "reasoning_content": "", "tool_calls": []} | fields
+
+
 def called(*names: str) -> dict:
-    return {"role": "assistant", "content": "", "tool_calls": [call(name) for name in names]}
+    return answer(tool_calls=[call(name) for name in names])
 
 
 def result(name: str, text: str) -> dict:
@@ -49,9 +53,9 @@ def result(name: str, text: str) -> dict:
 def test_a_request_has_neither_reasoning_nor_errors_nor_empty_answers():
     history = [
         QUESTION,
-        {"role": "assistant", "content": "dry", "reasoning_content": "I see.", "tool_calls": [], "is_running": True},
+        answer("dry", reasoning_content="I see."),
         QUESTION,
-        {"role": "assistant", "content": "", "reasoning_content": "", "error": "gone"},
+        answer(error="gone"),
         QUESTION,
         called("a"),
         result("a", ""),
@@ -63,49 +67,62 @@ def test_a_request_has_neither_reasoning_nor_errors_nor_empty_answers():
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == '{"city'
 
 
-def answer_with(endpoint: Endpoint, tools: tuple, *settings) -> list[dict]:
-    """Return the history of an answer to a question, with the handler of the page and without a browser."""
+def ask_page(url: str, *settings, tools: tuple = (None, {}), history: tuple = (), turns: tuple = ()) -> list[dict]:
+    """Return the messages of a question and its answer, with the function of the page and without a browser."""
+    page, session = make_page("m", url, t=str, tools=tools), SimpleNamespace(headers={})
 
-    async def collect():
-        handler, session = chat_page._answering(endpoint, tools, None), SimpleNamespace(session_hash="a", headers={})
-        return [now async for _, now in handler(session, begin_answer([], QUESTION["content"]), *settings)]
+    async def collect() -> list:
+        return [now async for _, now in page.fn(QUESTION["content"], list(history), session, list(turns), *settings)]
 
-    return asyncio.run(collect())[-1]
+    return asyncio.run(collect())[-1][-1]
 
 
 def test_a_model_that_only_calls_tools_comes_to_an_end(monkeypatch):
-    async def stream(endpoint, history, *settings):
+    async def stream(*_):
         yield called("f", "f")
 
     monkeypatch.setattr(chat_page, "stream_answer", stream)
-    history = answer_with(None, (None, {"f": lambda: "rain"}))
-    assert history == [QUESTION, *[called("f", "f"), *[result("f", "rain")] * 2] * 15, called("f", "f")]
+    messages = ask_page("", *SETTINGS, tools=(None, {"f": lambda: "rain"}))
+    assert messages == [QUESTION, *[called("f", "f"), *[result("f", "rain")] * 2] * 15, called("f", "f")]
 
 
-def test_an_answer_that_is_stopped_before_it_begins_changes_nothing():
-    """Otherwise it would look as if it grew for ever, or come back into an empty page."""
-    session = SimpleNamespace(session_hash="b", headers={})
+def test_a_request_holds_the_settings_and_the_questions_that_the_page_shows(monkeypatch):
+    """gradio removes messages to clear the page, to take a question back, and to answer it again."""
+    asked = []
 
-    async def stop_and_answer() -> list:
-        history = begin_answer([], "hello")
-        await chat_page._wait_for_end(session)
-        handler = chat_page._answering(Endpoint("m", "http://127.0.0.1:9"), (None, {}), None)
-        return [pair for late in (history, []) async for pair in handler(session, late, "", 0, 0.9, 5, True, 32)]
+    async def stream(_, request):
+        asked.append(request)
+        yield answer("dry")
 
-    assert asyncio.run(stop_and_answer()) == []
+    monkeypatch.setattr(chat_page, "stream_answer", stream)
+    shown = [{"role": "user", "content": []}, {"role": "assistant", "content": []}]
+    first, second = ([{"role": "user", "content": text}, answer(text.upper())] for text in ("a", "b"))
+    given = {"turns": (first, second)}
+    ask_page("", "Be short.", 0.5, 0.25, 7, False, 32, history=(*shown, *shown), **given)
+    ask_page("", *SETTINGS, history=shown, **given)
+    ask_page("", *SETTINGS, **given)
+    ask_page("", *SETTINGS[:-1], 1, history=(*shown, *shown), **given)
+    # Of two questions that the page shows, the second was stopped before its answer began.
+    ask_page("", *SETTINGS, history=(*shown, shown[0]), turns=(first,))
+    assert all(request["messages"][-1] == QUESTION for request in asked)
+    past = [[message["content"] for message in request["messages"][:-1]] for request in asked]
+    assert past == [["Be short.", "a", "A", "b", "B"], ["a", "A"], [], ["b", "B"], ["a", "A"]]
+    assert asked[0]["messages"][0]["role"] == "system"
+    assert [asked[0][name] for name in ("temperature", "top_p", "max_tokens")] == [0.5, 0.25, 7]
+    assert [request["chat_template_kwargs"]["enable_thinking"] for request in asked[:2]] == [False, True]
 
 
 def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
-    answer = {"role": "assistant", "content": "2", "reasoning_content": "I count."}
-    answer["tool_calls"] = [call("add", '{"\\u5317": 1}'), call("broken", "{")]
-    question, thought, text, tool, broken = show([QUESTION, answer])
-    assert question["role"] == "user" and (text["content"], text["metadata"]) == ("2", {})
+    calls = [call("add", '{"\\u5317": 1}'), call("broken", "{")]
+    turn = [answer("2", reasoning_content="I count.", tool_calls=calls), result("add", "<b>3")]
+    thought, text, tool, broken, found = show(turn)
+    assert (text["content"], text["metadata"]) == ("2", {})
     assert (thought["content"], thought["metadata"]) == ("I count.", {"title": "Thinking", "status": "done"})
     assert tool["metadata"]["title"] == "Call of the tool add" and '{\n  "北": 1\n}' in tool["content"]
     assert broken["content"] == "```json\n{\n```"
+    assert (found["content"], found["metadata"]) == ("&lt;b>3", {"title": "Result of the tool"})
     # A thought that still grows is open.
-    assert show([answer | {"content": "", "is_running": True}])[0]["metadata"]["status"] == "pending"
-    assert "empty" in show([RUNNING | {"is_running": False}])[0]["content"]
+    assert show([answer(reasoning_content="I")])[0]["metadata"] == {"title": "Thinking"}
 
 
 @pytest.mark.parametrize(
@@ -118,29 +135,22 @@ def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
 )
 def test_tags_of_the_user_are_text(typed, shown):
     """Markdown itself shows the tags in code as they are."""
-    (message,) = show([{"role": "user", "content": typed}])
-    assert message["content"].replace(">", "&gt;") == shown.replace(">", "&gt;")
+    assert escape_tags(typed).replace(">", "&gt;") == shown.replace(">", "&gt;")
+    assert unescape_tags(escape_tags(typed)) == typed
 
 
 def test_an_error_is_an_answer_and_not_a_crash():
     url = f"http://127.0.0.1:{free_port()}/v1"
-    _, answer = answer_with(Endpoint("m", url), (None, {}), "", 0.8, 0.9, 5, True, 32)
-    assert url in answer["error"] and "Connection error" in answer["error"]
+    _, message = ask_page(url, *SETTINGS)
+    assert url in message["error"] and "All connection attempts failed" in message["error"]
 
 
 # The page
 
 
-@pytest.fixture(scope="module")
-def models(talker, tmp_path_factory) -> list[str]:
-    rambler = tmp_path_factory.mktemp("models") / "rambler"
-    save_rambler(rambler, talker)
-    return [str(talker), str(rambler)]
-
-
 @contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, int]]:
-    """Serve a page, and give its address and the first port of its servers."""
+    """Serve a page, and give its address and the port of its server."""
     web_port, port = free_port(), free_port()
     command = [sys.executable, str(ROOT / "recipes/serve.py"), "--web", "--web_port", str(web_port), "--seed", "0"]
     command += ["--port", str(port), "--use_cpu", "--think", "on", *flags]
@@ -160,24 +170,38 @@ def serving(*flags: str) -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def served(models) -> Iterator[tuple[str, int]]:
-    """Serve two models. At the end, the servers stop during an answer."""
-    with serving("--model_name_or_path", models[0], "--compare", models[1]) as (url, port):
+def served(talker) -> Iterator[tuple[str, int]]:
+    """Serve the model that knows its answers."""
+    with serving("--model_name_or_path", str(talker)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def rambling(talker, tmp_path_factory) -> Iterator[tuple[str, int]]:
+    """Serve the model that never ends an answer. At the end, the server stops during an answer."""
+    rambler = tmp_path_factory.mktemp("models") / "rambler"
+    save_rambler(rambler, talker)
+    with serving("--model_name_or_path", str(rambler)) as (url, port):
         yield url, port
-        next(iter(complete(port + 1, models[1], "hi", max_tokens=2048, stream=True)))
+        next(iter(complete(port, "hi", max_tokens=2048, stream=True)))
 
 
 @pytest.fixture
-def chat(page, served):
-    """Return the page in the browser. Afterwards, check that it has loaded nothing from elsewhere."""
-    hosts, errors = set(), []
+def visit(page) -> Iterator[Callable]:
+    """Return a function that opens a served page. Afterwards, check that it has loaded nothing from elsewhere."""
+    hosts, errors, own = set(), [], {""}
     page.set_default_timeout(TIMEOUT)
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(served[0])
-    page.locator("#settings button").first.click()
-    yield page
-    assert errors == [] and hosts <= {served[0].removeprefix("http://"), ""}
+
+    def open_page(url: str) -> Any:
+        own.add(url.removeprefix("http://"))
+        page.goto(url)
+        page.locator("#settings button").first.click()
+        return page
+
+    yield open_page
+    assert errors == [] and hosts <= own
 
 
 def set_number(page, label: str, value: float) -> None:
@@ -187,159 +211,153 @@ def set_number(page, label: str, value: float) -> None:
 
 
 def ask(page, text: str) -> None:
-    page.locator("#question textarea").fill(text)
+    page.locator("#question textarea:enabled").fill(text)
     page.locator("#question textarea").press("Enter")
 
 
-def bot_text(page, number: int) -> str:
-    return "".join(page.locator(f"#chat-{number} .bot.message").all_inner_texts())
+def texts_of(page, role: str) -> list[str]:
+    return page.locator(f"#chat .{role}.message").all_inner_texts()
 
 
-def wait_for_text(page, number: int, text: str) -> None:
-    page.wait_for_function(
-        "([n, text]) => document.querySelector(`#chat-${n}`).innerText.includes(text)", arg=[number, text]
-    )
+def wait_for_text(page, text: str) -> None:
+    page.locator("#chat").get_by_text(text).first.wait_for()
 
 
-def wait_for_answer(page, number: int, *, chars: int = 1) -> None:
-    """Wait until an answer has this many characters."""
-    page.wait_for_function(
-        "([n, chars]) => [...document.querySelectorAll(`#chat-${n} .bot.message`)]"
-        ".map((e) => e.innerText).join('').length >= chars",
-        arg=[number, chars],
-    )
+def wait_for_answer(page, *, chars: int = 1) -> None:
+    """Wait until the answers have this many characters."""
+    texts = "[...document.querySelectorAll('#chat .bot.message')].map((e) => e.innerText)"
+    page.wait_for_function(f"(chars) => {texts}.join('').length >= chars", arg=chars)
 
 
-def wait_for_questions(page, number: int, count: int) -> None:
-    """Wait until the page shows this many questions: then their answers have begun."""
-    page.wait_for_function(
-        "([n, count]) => document.querySelectorAll(`#chat-${n} .user.message`).length === count", arg=[number, count]
-    )
+def wait_for_questions(page, count: int) -> None:
+    """Wait until the page shows this many questions, and can stop an answer."""
+    page.locator("#chat .user.message").nth(count - 1).wait_for()
+    page.locator("#question .stop-button").wait_for()
 
 
-def wait_for_end(page, number: int) -> str:
-    """Wait until an answer does not grow any more, and return its text."""
-    wait_for_answer(page, number)
-    text = bot_text(page, number)
-    while True:
-        page.wait_for_timeout(1500)
-        if text == (text := bot_text(page, number)):
-            return text
+def wait_for_end(page) -> str:
+    """Wait until the answer has ended, and return the text of all answers."""
+    page.locator("#question .submit-button").wait_for()
+    return "".join(texts_of(page, "bot"))
 
 
-def empty(page) -> None:
-    page.locator("#clear").click()
-    page.wait_for_function("() => document.querySelectorAll('.message').length === 0")
-
-
-def complete(port: int, model: str, text: str, timeout: float = 300, **options) -> Any:
+def complete(port: int, text: str, timeout: float = 300, **options) -> Any:
     """Ask a server without the page."""
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=timeout)
-    return client.chat.completions.create(model=model, messages=[{"role": "user", "content": text}], **options)
+    return client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}], **options)
 
 
-def check_idle(served, models) -> None:
+def check_idle(rambling) -> None:
     """
-    Check that the second server generates nothing: it answers one request after the other, and what is left of a long
-    answer would take longer than the timeout.
+    Check that the server generates nothing: it answers one request after the other, and what is left of a long answer
+    would take longer than the timeout.
     """
-    complete(served[1] + 1, models[1], "hi", timeout=40, max_tokens=1)
+    complete(rambling[1], "hi", timeout=40, max_tokens=1)
 
 
 @pytest.mark.slow
-def test_two_models_answer_beside_each_other(chat, models):
-    set_number(chat, LENGTH, 40)
-    for number in (0, 1):
-        assert models[number] in chat.locator(f"#chat-{number}").inner_text()
-    ask(chat, "two and two?")
-    wait_for_text(chat, 0, "It is four.")
-    # The answer is complete while the other one still grows; the next question can be typed meanwhile.
-    chat.locator("#question textarea").fill("next")
-    assert len(wait_for_end(chat, 1)) > 20
-    assert chat.locator("#question textarea").input_value() == "next"
-    for number in (0, 1):
-        assert chat.locator(f"#chat-{number} .user.message").all_inner_texts() == ["two and two?"]
+def test_an_answer_grows_with_its_thought_folded(visit, served, talker):
+    page = visit(served[0])
+    set_number(page, LENGTH, 40)
+    assert str(talker) in page.locator("#chat").inner_text()
+    ask(page, "two and two?")
+    wait_for_text(page, "It is four.")
+    wait_for_end(page)
+    assert [text.strip() for text in texts_of(page, "user")] == ["two and two?"]
     # The thought is folded, apart from the answer.
-    thought = chat.locator("#chat-0").get_by_text("add them")
-    assert not thought.is_visible()
-    chat.locator("#chat-0").get_by_text("Thinking").click()
+    thought = page.locator("#chat").get_by_text("add them")
+    thought.wait_for(state="hidden")
+    page.locator("#chat").get_by_text("Thinking").click()
     thought.wait_for(state="visible")
-    empty(chat)
-    assert chat.locator("#question textarea").input_value() == "next"
-    set_number(chat, "Temperature", 0)
+    page.get_by_label("Clear").click()
+    page.locator(".message").first.wait_for(state="detached")
+    set_number(page, "Temperature", 0)
     question, answer = (message["content"] for message in CHINESE)
-    ask(chat, question)
-    wait_for_text(chat, 0, answer)
-    assert "\ufffd" not in bot_text(chat, 0)
+    ask(page, question)
+    wait_for_text(page, answer)
+    assert "\ufffd" not in wait_for_end(page)
 
 
 @pytest.mark.slow
-def test_stop_and_new_chat_and_closing_the_page_end_answers_at_the_server(chat, served, models):
-    set_number(chat, LENGTH, 2048)
-    ask(chat, "hello")
-    wait_for_answer(chat, 1, chars=5)
-    early = len(bot_text(chat, 1))
-    wait_for_answer(chat, 1, chars=early + 10)
-    # No question is lost while an answer grows.
-    ask(chat, "and now?")
-    chat.get_by_text("Wait for the end of the answer").first.wait_for()
-    chat.locator("#stop").click()
-    check_idle(served, models)
-    stopped = wait_for_end(chat, 1)
-    assert early + 10 <= len(stopped) < 2048 and chat.locator("#question textarea").input_value() == "and now?"
+def test_stop_and_closing_the_page_end_answers_at_the_server(visit, rambling):
+    page = visit(rambling[0])
+    set_number(page, LENGTH, 2048)
+    ask(page, "hello")
+    wait_for_answer(page, chars=5)
+    early = len("".join(texts_of(page, "bot")))
+    wait_for_answer(page, chars=early + 10)
+    # No question is lost, and nothing is cleared, while an answer grows.
+    assert page.locator("#question textarea").is_disabled() and not page.get_by_label("Clear").is_visible()
+    page.locator("#question .stop-button").click()
+    check_idle(rambling)
+    stopped = wait_for_end(page)
+    page.wait_for_timeout(1000)
+    assert early + 10 <= len(stopped) < 2048 and stopped == "".join(texts_of(page, "bot"))
     # The answer stays while the conversation continues. Stop the next one before its first token.
-    ask(chat, "and now?")
-    wait_for_questions(chat, 1, 2)
-    chat.locator("#stop").click()
-    check_idle(served, models)
-    assert wait_for_end(chat, 1).startswith(stopped)
-    assert chat.locator("#chat-1 .user.message").all_inner_texts() == ["hello", "and now?"]
-    ask(chat, "again")
-    wait_for_answer(chat, 1, chars=len(stopped) + 30)
-    # The small button of a chat does the same as the large one.
-    chat.locator("#chat-1").get_by_label("Clear").click()
-    check_idle(served, models)
-    chat.wait_for_function("() => document.querySelectorAll('.message').length === 0")
-    chat.wait_for_timeout(1000)
-    assert chat.locator(".message").count() == 0
-    ask(chat, "hello")
-    wait_for_answer(chat, 1)
-    assert chat.locator("#chat-0 .user.message").all_inner_texts() == ["hello"]
-    chat.goto("about:blank")
-    check_idle(served, models)
+    ask(page, "and now?")
+    wait_for_questions(page, 2)
+    page.locator("#question .stop-button").click()
+    check_idle(rambling)
+    assert wait_for_end(page).startswith(stopped)
+    assert [text.strip() for text in texts_of(page, "user")] == ["hello", "and now?"]
+    page.get_by_label("Clear").click()
+    page.locator(".message").first.wait_for(state="detached")
+    page.wait_for_timeout(1000)
+    assert page.locator(".message").count() == 0
+    ask(page, "hello")
+    wait_for_answer(page)
+    assert [text.strip() for text in texts_of(page, "user")] == ["hello"]
+    page.goto("about:blank")
+    check_idle(rambling)
 
 
 @pytest.mark.slow
-def test_settings_reach_the_server(chat, served, models):
-    ask(chat, " ")
-    chat.get_by_text("Type a message first").first.wait_for()
-    assert chat.locator(".message").count() == 0
-    set_number(chat, LENGTH, 7)
-    set_number(chat, "Temperature", 0)
+def test_settings_reach_the_server(visit, served, rambling):
+    page = visit(rambling[0])
+    ask(page, " ")
+    page.get_by_text("Type a message first").first.wait_for()
+    assert page.locator(".message").count() == 0
+    set_number(page, LENGTH, 7)
+    set_number(page, "Temperature", 0)
     # Without sampling, every client gets the same answer.
-    answer = complete(served[1] + 1, models[1], "hello", temperature=0, max_tokens=7)
-    ask(chat, "hello")
-    assert wait_for_end(chat, 1).split() == answer.choices[0].message.content.split()
-    chat.get_by_label("System message").fill("Answer in capitals.")
-    set_number(chat, LENGTH, 30)
-    empty(chat)
-    ask(chat, "hello")
-    wait_for_text(chat, 0, "HELLO")
+    expected = complete(rambling[1], "hello", temperature=0, max_tokens=7).choices[0].message.content
+    ask(page, "hello")
+    wait_for_answer(page)
+    assert wait_for_end(page).split() == expected.split()
+    page = visit(served[0])
+    set_number(page, LENGTH, 30)
+    set_number(page, "Temperature", 0)
+    page.get_by_label("System message").fill("Answer in capitals.")
+    ask(page, "hello")
+    wait_for_text(page, "HELLO")
 
 
 @pytest.mark.slow
-def test_a_tool_is_called_and_its_result_is_used(served, models):
-    endpoint = Endpoint(models[0], f"http://127.0.0.1:{served[1]}/v1")
-    history = answer_with(endpoint, offer_tools("tests.talking:get_weather"), "", 0, 0.9, 60, True, 32)
-    assert [message["role"] for message in history] == ["user", "assistant", "tool", "assistant"]
-    assert history[2]["content"] == "rain" and history[3]["content"] == "It rains in Oslo."
+def test_a_question_is_taken_back_as_it_was_typed(visit, served):
+    page, typed = visit(served[0]), "is <b>x</b> & `<i>` &lt;?"
+    set_number(page, LENGTH, 2)
+    ask(page, typed)
+    wait_for_answer(page)
+    wait_for_end(page)
+    assert texts_of(page, "user")[0].strip() == typed.replace("`", "")
+    page.get_by_role("button", name="Undo").click()
+    page.locator(".message").first.wait_for(state="detached")
+    assert page.locator("#question textarea").input_value() == typed
 
 
 @pytest.mark.slow
-def test_a_refusal_is_shown_with_the_reason_of_the_server(served, models):
-    endpoint = Endpoint(models[0], f"http://127.0.0.1:{served[1]}/v1")
-    history = answer_with(endpoint, (None, {}), "x y" * 1000, 0, 0.9, 60, True, 32)
-    assert history[-1]["error"].startswith(f"{endpoint.base_url}: The prompt has ")
+def test_a_tool_is_called_and_its_result_is_used(served):
+    url = f"http://127.0.0.1:{served[1]}/v1"
+    messages = ask_page(url, *SETTINGS, tools=offer_tools("tests.talking:get_weather"))
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[2]["content"] == "rain" and messages[3]["content"] == "It rains in Oslo."
+
+
+@pytest.mark.slow
+def test_a_refusal_is_shown_with_the_reason_of_the_server(served):
+    url = f"http://127.0.0.1:{served[1]}/v1"
+    messages = ask_page(url, "x y" * 1000, *SETTINGS[1:])
+    assert messages[-1]["error"].startswith(f"{url}: The prompt has ")
 
 
 @pytest.mark.slow
@@ -365,9 +383,9 @@ def test_pictures_in_a_text_load_nothing_from_other_hosts(page, served):
     with socket.create_server(("127.0.0.1", 0)) as host:
         url = f"http://127.0.0.1:{host.getsockname()[1]}"
         ask(page, f"![a]({url}/a.png) <img src={url}/b.png> <video src={url}/c.mp4></video>")
-        page.locator("#chat-0 .user.message img").first.wait_for(state="attached")
-        assert page.locator("#chat-0 .user.message video").count() == 0
-        assert f"<img src={url}/b.png>" in page.locator("#chat-0 .user.message").first.inner_text()
+        page.locator("#chat .user.message img").first.wait_for(state="attached")
+        assert page.locator("#chat .user.message video").count() == 0
+        assert f"<img src={url}/b.png>" in page.locator("#chat .user.message").first.inner_text()
         host.settimeout(3)
         with pytest.raises(TimeoutError):
             host.accept()
@@ -378,18 +396,19 @@ def test_a_chinese_browser_gets_a_chinese_page(page, served):
 
 
 @pytest.mark.slow
-def test_a_flag_gives_every_browser_a_chinese_page(page, models):
-    with serving("--model_name_or_path", models[0], "--language", "zh") as (url, _):
+def test_a_flag_gives_every_browser_a_chinese_page(page, talker):
+    with serving("--model_name_or_path", str(talker), "--language", "zh") as (url, _):
         check_chinese_page(page, url)
 
 
 def check_chinese_page(page, url: str) -> None:
     page.set_default_timeout(TIMEOUT)
     page.goto(url)
-    page.locator("#send", has_text="发送").wait_for()
-    assert page.locator("#clear").inner_text() == "新对话"
+    page.locator("#settings button", has_text="设置").click()
     assert page.locator("#question textarea").get_attribute("placeholder") == "输入消息"
-    page.locator("#settings button").first.click()
     page.get_by_label("系统消息").wait_for()
-    page.locator("#send").click()
+    set_number(page, "回答的最大 token 数", 40)
+    page.locator("#question .submit-button").click()
     page.get_by_text("请先输入消息。").wait_for()
+    ask(page, "two and two?")
+    page.locator("#chat").get_by_text("思考").wait_for()

@@ -22,7 +22,7 @@ from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.inference.inference_arguments import load_engine
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.inference.server_requests import MAX_BYTES
-from hf_pretrain.inference.serving import check_ports
+from hf_pretrain.inference.serving import check_ports, serve_model
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.loading.model import with_yarn
 from hf_pretrain.runtime.errors import UserError
@@ -532,11 +532,11 @@ def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkey
         port = str(listener.getsockname()[1])
         name = ["--model_name_or_path", str(talker)]
         for words, message in (
-            (["--compare", "x"], "--compare and --tools need the chat page"),
+            (["--tools", "calculator"], "--tools needs the chat page"),
             ([*name, "--port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
             (["--web", *name, "--web_port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
-            (["--web", *name, "--port", "8031", "--compare", "x", "--web_port", "8032"], "error: Port 8032 of"),
-            (["--web", *name, "--compare", str(tmp_path)], "has no chat template"),
+            (["--web", *name, "--port", "8031", "--web_port", "8031"], "error: Port 8031 of"),
+            (["--web", "--model_name_or_path", str(tmp_path)], "has no chat template"),
         ):
             monkeypatch.setattr(sys, "argv", ["serve.py", *words])
             with pytest.raises(SystemExit):
@@ -544,6 +544,19 @@ def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkey
             assert message in capsys.readouterr().err, words
     with pytest.raises(UserError, match="Port 8033 of localhost cannot be used"):
         check_ports("localhost", [8033, 8033])
+
+
+# uvicorn ends its thread by `sys.exit`.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_served_model_answers_at_once_or_the_command_ends(talker):
+    port = free_port()
+    options = {"host": "127.0.0.1", "port": port, "hosts": [], "use_cpu": True}
+    server = serve_model(str(talker), **options)
+    # A client that does not try again.
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(UserError, match="The server has ended. Its message stands above"):
+        serve_model(str(talker), **options)
+    server.stop()
 
 
 @pytest.mark.slow
