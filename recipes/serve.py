@@ -22,6 +22,7 @@ positions.
 from dataclasses import dataclass
 
 from hf_pretrain.checkpoints.directory import find_newest_run
+from hf_pretrain.loading.native import DEFAULT_SAMPLING, own_sampling
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.devices import refuse_unused_gpu
 from hf_pretrain.runtime.errors import UserError
@@ -96,6 +97,7 @@ def main(args: ServingArguments) -> None:
             hosts=hosts,
             language=args.language,
             thinking=thinking is not False,
+            sampling=DEFAULT_SAMPLING | own_sampling(server.engine.model.generation_config),
             tools=tools,
         )
     server.wait_for_end()

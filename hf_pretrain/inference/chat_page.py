@@ -18,6 +18,7 @@ from contextlib import aclosing, suppress
 from itertools import chain
 from typing import Any
 
+from ..loading.native import DEFAULT_SAMPLING
 from ..runtime.errors import needing_extra
 from ..runtime.texts import LANGUAGES, TEXTS, Translation, preferred_language, translation
 from ..tokenizer.control_tokens import thinking_variables
@@ -156,12 +157,12 @@ def _outside_of_code(pattern: str, change: Callable[[str], str], text: str) -> s
     return found.sub(lambda match: match[0] if match[1] else change(match[0]), text)
 
 
-def _make_settings(thinking: bool, t: gr.I18n) -> list[gr.components.Component]:
+def _make_settings(thinking: bool, sampling: dict[str, float], t: gr.I18n) -> list[gr.components.Component]:
     """Return the settings of the page, in the order in which [`_answering`] takes them."""
     return [
         gr.Textbox("", label=t("System message"), render=False),
-        gr.Slider(0.0, 2.0, 0.8, step=0.05, label=t("Temperature"), render=False),
-        gr.Slider(0.05, 1.0, 0.9, step=0.05, label=t("Top p"), render=False),
+        gr.Slider(0.0, 2.0, sampling["temperature"], step=0.05, label=t("Temperature"), render=False),
+        gr.Slider(0.05, 1.0, sampling["top_p"], step=0.05, label=t("Top p"), render=False),
         gr.Slider(1, 2048, 256, step=1, label=t("Longest answer in tokens"), render=False),
         gr.Checkbox(thinking, label=t("Thinking"), render=False),
         gr.Slider(0, 32, 32, step=1, label=t("Earlier questions that the model sees"), render=False),
@@ -169,7 +170,14 @@ def _make_settings(thinking: bool, t: gr.I18n) -> list[gr.components.Component]:
 
 
 def make_page(
-    name: str, url: str, *, t: gr.I18n, language: str | None = None, thinking: bool = True, tools: Tools
+    name: str,
+    url: str,
+    *,
+    t: gr.I18n,
+    language: str | None = None,
+    thinking: bool = True,
+    sampling: dict[str, float] = DEFAULT_SAMPLING,
+    tools: Tools,
 ) -> gr.ChatInterface:
     """
     Return the page for a model. `page.launch(i18n=t)` serves it.
@@ -179,7 +187,7 @@ def make_page(
         url (`str`): the address of its server, such as `http://127.0.0.1:8000/v1`.
         t ([`~gradio.I18n`]): the texts, which each browser gets in its language.
         language (`str`, *optional*): the language of messages; by default the browser's.
-        thinking (`bool`): the initial setting.
+        thinking (`bool`), sampling (`dict`): the initial settings; `sampling` has a `temperature` and a `top_p`.
         tools (`tuple`): the result of [`~inference.tools.offer_tools`].
     """
 
@@ -195,7 +203,7 @@ def make_page(
         _answering(name, url, tools, language),
         chatbot=_make_chat(name),
         textbox=question,
-        additional_inputs=[turns, *_make_settings(thinking, t)],
+        additional_inputs=[turns, *_make_settings(thinking, sampling, t)],
         additional_inputs_accordion=gr.Accordion(t("Settings"), open=False, elem_id="settings", render=False),
         additional_outputs=turns,
         validator=check,
