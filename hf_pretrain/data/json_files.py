@@ -25,7 +25,7 @@ def read_lines(path: Path, reading: Reading, *, may_be_array: bool = False) -> I
         if may_be_array and first.lstrip().startswith("["):
             text = first + file.read()
             records = parse_json(wrong_encoding(reading.encoding, text) if SURROGATE.search(text) else text)
-            records = load_named("hf_pretrain.data.exports:read_export")(records) or records
+            records = load_named("hf_pretrain.data.chat_exports:read_export")(records) or records
             yield from ((number, as_json(record)) for number, record in enumerate(records, start=1))
             return
         second = next(lines, None)
@@ -34,7 +34,7 @@ def read_lines(path: Path, reading: Reading, *, may_be_array: bool = False) -> I
         is_spread = second is not None and opens
         if is_spread or (second is None and may_be_array):
             whole = "\n".join([first, *(line for _, line in chain([second] if second else [], lines))])
-            exported = load_named("hf_pretrain.data.exports:read_export")(whole) if may_be_array else None
+            exported = load_named("hf_pretrain.data.chat_exports:read_export")(whole) if may_be_array else None
             if exported:
                 yield from ((number, as_json(record)) for number, record in enumerate(exported, start=1))
                 return
