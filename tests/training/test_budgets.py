@@ -195,16 +195,3 @@ def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
         assert resumed.state.global_step == 20
         falling = rates(resumed)
         assert falling == sorted(falling, reverse=True) and 1e-4 < falling[-1] < 1.2e-4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_tokens": "2B", "tokens_per_parameter": 20.0}, "exclude each other"),
-        ({"max_minutes": 5.0, "warmup_steps": 10}, "must be a share below 1 with --max_minutes"),
-        ({"max_minutes": 0.0}, "--max_minutes 0.0 must be above 0"),
-    ],
-)
-def test_wrong_budgets(tmp_path, arguments, message):
-    with pytest.raises(UserError, match=message):
-        make_run_trainer(tmp_path, **arguments)
