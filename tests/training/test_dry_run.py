@@ -10,8 +10,7 @@ from hf_pretrain.runtime.texts import translation
 from hf_pretrain.training.dry_run import _describe_memory, format_plan
 from hf_pretrain.training.measurements import peak_memory_bytes
 from hf_pretrain.training.settling import settle_dry_run
-from tests.invariants.launching import ROOT, launcher_command
-from tests.test_recipes import start
+from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import write_jsonl
 from tests.trainers import make_run_trainer
 
@@ -88,11 +87,3 @@ def test_a_stream_is_planned_without_its_length(tmp_path):
     assert tokens == pytest.approx(40 * 6 * 32, rel=0.03)
     for label in ("Model", "Data", "Optimizer", "Memory", "Time", "Disk", "Files"):
         assert field(plan, label)
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path):
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/file").touch()
-    words = ["--output_dir", str(tmp_path / "used"), "--use_cpu", "--dry_run", "--max_steps", "5"]
-    result = start([*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *words])
-    assert result.returncode != 0 and "is not empty" in result.stdout
