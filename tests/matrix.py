@@ -30,6 +30,7 @@ TEXTS = "--dataset_name train.jsonl --max_length 32 --model_name_or_path dense"
 CHATS = "--dataset_name chats.jsonl --max_length 64 --model_name_or_path dense"
 PAIRS = "--dataset_name pairs.jsonl --max_length 64 --model_name_or_path dense"
 TASKS = "--dataset_name tasks.jsonl --rewards length --num_generations 2 --max_completion_length 8"
+BUDGET = "--max_steps -1 --max_tokens 2K --eval_steps 0.5 --eval_on_start"
 ADAMW = "--optim_preset adamw --learning_rate 1e-2"
 ZERO = f"--deepspeed {ROOT}/ds_configs/zero"
 
@@ -45,6 +46,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "pretrain-fsdp2": ("pretrain", "torchrun", f"{TEXTS} --fsdp_size 2 {ADAMW}"),
     "pretrain-zero2": ("pretrain", "deepspeed", f"{TEXTS} {ADAMW} {ZERO}2.json"),
     "pretrain-zero3": ("pretrain", "deepspeed", f"{TEXTS} --model_name_or_path moe {ADAMW} {ZERO}3.json"),
+    "pretrain-budget": ("pretrain", "python", f"{TEXTS} --eval_dataset_name news.jsonl code.jsonl {BUDGET}"),
     "sft": ("sft", "python", CHATS),
     "sft-lora": ("sft", "python", f"{CHATS} --use_peft --lora_r 4"),
     "sft-published": ("sft", "python", f"{CHATS} --model_name_or_path llama --use_peft"),
@@ -53,9 +55,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     "dpo-torchrun": ("dpo", "torchrun", f"{PAIRS} --use_peft"),
     "reward": ("reward", "python", PAIRS),
     "grpo": ("grpo", "python", f"{TASKS} --model_name_or_path dense --per_device_train_batch_size 4"),
-    # It learns to prefer "yes". The run after it has the reward that the report names.
+    # It learns to prefer "yes".
     "judge": ("reward", "python", f"{PAIRS} --max_steps 20 --save_steps 10 --eval_steps 10 --learning_rate 1e-2"),
-    "grpo-judged": ("grpo", "python", f"{TASKS} --rewards judge --model_name_or_path dense"),
     "grpo-zero3": ("grpo", "deepspeed", f"{TASKS} --model_name_or_path moe --beta 0.1 {ZERO}3.json"),
     "rloo-torchrun": ("grpo", "torchrun", f"{TASKS} --model_name_or_path moe --beta 0.1 --algorithm rloo"),
     "distill": ("distill", "python", f"{CHATS} --teacher_name_or_path moe"),
@@ -85,6 +86,8 @@ def make_workspace(path: Path) -> None:
     for name in ("dense", "moe", "llama"):
         tokenizer.save_pretrained(path / name)
     write_jsonl(path / "train.jsonl", texts)
+    for name in ("news", "code"):
+        write_jsonl(path / f"{name}.jsonl", [f"{name} {n} rivers run" for n in range(40)])
     write_jsonl(path / "chats.jsonl", [{"prompt": f"{text}?", "completion": text} for text in texts])
     write_jsonl(path / "pairs.jsonl", [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(40)])
     write_jsonl(path / "tasks.jsonl", [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(40)])

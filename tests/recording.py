@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from tests.faults.driving import CLOCKS
 from tests.invariants.launching import BIN, ROOT, free_port, process_options
-from tests.matrix import COMMON, RESUMED, RUNS, call, launch_of, make_workspace
+from tests.matrix import RESUMED, RUNS, call, launch_of, make_workspace
 
 
 ANSWERING = ("dense", "llama", "sft", "sft-lora", "sft-published", "dpo")
@@ -50,8 +50,8 @@ def record(path: Path, names: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         found[name] = _train(path, name)
-        stage, launcher, flags = RUNS[name]
-        found[name]["plan"] = _call(path, launcher, stage, f"{flags} {COMMON} --dry_run --output_dir {name}-plan")
+        stage, launcher, flags = launch_of(name)
+        found[name]["plan"] = _call(path, launcher, stage, f"{flags} --dry_run --output_dir {name}-plan")
         if name in RESUMED:
             found[f"{name}-resumed"] = _train(path, f"{name}-resumed")
     for name in ANSWERING:

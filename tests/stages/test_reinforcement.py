@@ -327,12 +327,16 @@ def test_a_run_saves_and_reports(trained):
     assert "validation loss" not in card and "trl" not in card.lower()
 
 
-def test_a_run_of_trl_pushes_what_belongs_to_its_model(toys, tmp_path):
+def test_grpo_takes_a_trained_reward_model_and_pushes_what_belongs_to_its_own(toys, trained, tmp_path):
+    # The report of the reward model prints its directory so.
+    rewards = re.search("hf-pretrain grpo (--rewards judge) ", trained("judge").output)[1]
+    flags = (
+        f"{COMMON} {TASKS} {rewards} --model_name_or_path dense --max_steps 2 --push_to_hub --hub_model_id user/toy"
+    )
     with HubServer() as server:
-        flags = f"{COMMON} {TASKS} --model_name_or_path dense --max_steps 2 --push_to_hub --hub_model_id user/toy"
-        flags += f" --per_device_train_batch_size 4 --output_dir {tmp_path}/run"
-        call(toys, "python", "grpo", flags, **server.client_environment())
+        call(toys, "python", "grpo", f"{flags} --output_dir {tmp_path}/run", **server.client_environment())
         pushed = server.repos["user/toy"].files
+    assert len(read_run(tmp_path / "run").series("rewards/judge/mean")[1]) == 2
     assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py", "README.md"} <= pushed.keys()
     assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
 

@@ -63,7 +63,7 @@ def test_a_sharded_reward_model_is_refused(tmp_path, name):
         RewardTrainingArguments(str(tmp_path), use_cpu=True, **{name: 2})
 
 
-def test_a_trained_reward_model_prefers_the_chosen_answers_and_grpo_takes_it(trained):
+def test_a_trained_reward_model_prefers_the_chosen_answers(trained):
     judge = trained("judge")
     model = AutoModelForSequenceClassification.from_pretrained(judge.directory)
     loaded = AutoTokenizer.from_pretrained(judge.directory)
@@ -73,4 +73,3 @@ def test_a_trained_reward_model_prefers_the_chosen_answers_and_grpo_takes_it(tra
     ]
     assert scores[0] > scores[1] and judge.series("eval_loss")[-1] < judge.series("eval_loss")[0]
     assert "hf-pretrain grpo --rewards judge --model_name_or_path dense" in judge.output
-    assert len(trained("grpo-judged").series("rewards/judge/mean")) == 4
