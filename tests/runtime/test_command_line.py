@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,7 +40,7 @@ from tests.checkpoints.test_checkpointing import arguments
 from tests.hub_server import connect
 from tests.invariants.launching import ROOT, start
 from tests.models import GOLDEN
-from tests.toys import needs_posix, toy_model, write_jsonl
+from tests.toys import needs_posix, write_jsonl
 from tests.trainers import make_run_trainer
 
 
@@ -116,7 +117,7 @@ SMALL += ("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attentio
         ("data", ["inspect", "embedded:chaterbot"], "embedded:chaterbot is unknown; the nearest one is"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
+def test_a_mistake_is_one_line(run, toys, tmp_path, recipe, words, message):
     (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
     # PyYAML recognises UTF-16.
     (tmp_path / "unknown.yaml").write_text("learning_rat: 1", encoding="utf-16")
@@ -125,8 +126,7 @@ def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
     (tmp_path / "used/file").touch()
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "some words to learn {n}"}}\n' for n in range(300)))
     if "wrong" in words:
-        train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(tmp_path / "wrong")
-        toy_model(vocab_size=320).save_pretrained(tmp_path / "wrong")
+        shutil.copytree(toys / "dense", tmp_path / "wrong")
         path = tmp_path / "wrong/config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": -1}))
     status, output = run(recipe, *words)
