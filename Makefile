@@ -14,7 +14,7 @@
 # make race                                                compare the time to a validation loss with other programs
 # make gpu-check                                           check one GPU in eight minutes, and write gpu-check.md
 # make tokenizer | test | test-quick | test-oldest | test-float8 | faults | quality
-# make docs                                                the documentation as a website, in build/docs
+# make docs                                                test the documentation, and build its website in build/docs
 # make clean                                               remove .venv, caches and build files; never out/
 
 PYTHON ?= python3
@@ -71,14 +71,15 @@ chat serve board evaluate tokenizer: $(VENV)/.installed
 
 # Two workers on every machine: most of the time, tests wait for processes that start, die or hang.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not faults and not documents" $(ARGS)
 
-# The tests that start no process, of the packages that everything else stands on.
+# The tests that start no process and compile nothing, of the packages that everything else stands on. They take a
+# minute and a half on two idle cores.
 QUICK := tests/model tests/tokenizer tests/data tests/rows tests/checkpoints tests/runtime \
   $(addprefix tests/training/test_,masked_loss_trainer.py run_parts.py training_arguments.py optimizers.py) \
   tests/test_library_contract.py tests/test_project_files.py
 test-quick: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not faults and not distributed" $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not compiles and not faults and not distributed" $(QUICK) $(ARGS)
 
 # Tests of each library with the oldest versions that pyproject.toml accepts, all of them together. Python finds them in
 # front of the installed ones; the other packages stay the same.
@@ -129,8 +130,10 @@ quality: $(VENV)/.installed-test
 	$(BIN)/mypy hf_pretrain hf_pretrain_cli.py recipes benchmarks examples
 	$(BIN)/lint-imports
 
-# Warnings are errors: a broken link or a missing flag fails the build.
-docs: $(VENV)/.installed-docs
+# Execute the commands of the documentation, compare its tables with the records, and build it. Warnings are errors: a
+# broken link or a missing flag fails the build.
+docs: $(VENV)/.installed-docs $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m documents $(shell grep -rl mark.documents tests) $(ARGS)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs build/docs
 
 # The bounds of torch in pyproject.toml accept a CPU wheel that the machine provides, so tests need no other index.

@@ -34,6 +34,7 @@ from torch.nn.attention import varlen  # noqa: E402
 
 from hf_pretrain import MiniMindForCausalLM  # noqa: E402
 from hf_pretrain.model import packed_attention  # noqa: E402
+from tests.matrix import toys, trained  # noqa: E402, F401
 from tests.talking import train_talker  # noqa: E402
 from tests.toys import toy_model  # noqa: E402
 

@@ -12,7 +12,6 @@ of the libraries are equal, bit for bit.
 import difflib
 import hashlib
 import json
-import random
 import re
 import subprocess
 import sys
@@ -26,52 +25,12 @@ from typing import Any
 import requests
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.faults.driving import CLOCKS
-from tests.invariants.launching import BIN, ROOT, free_port, launcher_command, process_options, start
-from tests.toys import EXPERTS, toy_model, write_jsonl
+from tests.invariants.launching import BIN, ROOT, free_port, process_options
+from tests.matrix import RESUMED, RUNS, call, launch_of, make_workspace
 
 
-COMMON = "--use_cpu --bf16 false --validation_fraction 0.2 --max_steps 4 --logging_steps 1 --eval_steps 2"
-COMMON += " --save_steps 2 --report_to none"
-TEXTS = "--dataset_name train.jsonl --max_length 32 --model_name_or_path dense"
-CHATS = "--dataset_name chats.jsonl --max_length 64 --model_name_or_path dense"
-PAIRS = "--dataset_name pairs.jsonl --max_length 64 --model_name_or_path dense"
-TASKS = "--dataset_name tasks.jsonl --rewards length --num_generations 2 --max_completion_length 8"
-ADAMW = "--optim_preset adamw --learning_rate 1e-2"
-ZERO = f"--deepspeed {ROOT}/ds_configs/zero"
-
-# Name: stage, launcher and flags. A later value of a flag replaces an earlier one.
-RUNS: dict[str, tuple[str, str, str]] = {
-    "pretrain-muon": ("pretrain", "python", TEXTS),
-    "pretrain-scratch": ("pretrain", "python", "--dataset_name train.jsonl --max_length 32 --preset tiny"),
-    "pretrain-moe": ("pretrain", "python", f"{TEXTS} --model_name_or_path moe {ADAMW}"),
-    "pretrain-stream": ("pretrain", "python", f"{TEXTS} --streaming true --packing wrapped {ADAMW}"),
-    "pretrain-padded": ("pretrain", "python", f"{TEXTS} --packing none --gradient_accumulation_steps 2 {ADAMW}"),
-    "pretrain-torchrun": ("pretrain", "torchrun", f"{TEXTS} --model_name_or_path moe"),
-    "pretrain-accelerate": ("pretrain", "accelerate:ddp", f"{TEXTS} {ADAMW}"),
-    "pretrain-fsdp2": ("pretrain", "torchrun", f"{TEXTS} --fsdp_size 2 {ADAMW}"),
-    "pretrain-zero2": ("pretrain", "deepspeed", f"{TEXTS} {ADAMW} {ZERO}2.json"),
-    "pretrain-zero3": ("pretrain", "deepspeed", f"{TEXTS} --model_name_or_path moe {ADAMW} {ZERO}3.json"),
-    "sft": ("sft", "python", CHATS),
-    "sft-lora": ("sft", "python", f"{CHATS} --use_peft --lora_r 4"),
-    "sft-published": ("sft", "python", f"{CHATS} --model_name_or_path llama --use_peft"),
-    "sft-torchrun": ("sft", "torchrun", f"{CHATS} --model_name_or_path moe"),
-    "dpo": ("dpo", "python", PAIRS),
-    "dpo-torchrun": ("dpo", "torchrun", f"{PAIRS} --use_peft"),
-    "reward": ("reward", "python", PAIRS),
-    "grpo": ("grpo", "python", f"{TASKS} --model_name_or_path dense --per_device_train_batch_size 4"),
-    "distill": ("distill", "python", f"{CHATS} --teacher_name_or_path moe"),
-}
-# Runs that go on from the first checkpoint of another run: their launcher, and their rows per step and process.
-RESUMED = {
-    "pretrain-muon": ("torchrun", 4),
-    "pretrain-zero2": ("python", 16),
-    "sft-lora": ("python", 8),
-    "dpo": ("torchrun", 4),
-}
 ANSWERING = ("dense", "llama", "sft", "sft-lora", "sft-published", "dpo")
 SERVED = {"sft": "llama.cpp", "sft-lora": "llama.cpp", "llama": "transformers", "moe": "transformers"}
 EXPORTS = [("sft", "llama float32"), ("sft", "upstream"), ("sft", "gguf q8_0"), ("sft-lora", "minimind float32")]
@@ -86,40 +45,15 @@ _CLOCKS = {*CLOCKS, "step_time", "train_runtime"}
 _CLOCKS |= {f"train_{each}_per_second" for each in ("samples", "steps", "tokens")}
 
 
-def make_workspace(path: Path) -> None:
-    """Write toy models (dense, MoE, and one of transformers), texts, conversations, preferences and tasks."""
-    generator = random.Random(0)
-    words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet"]
-    texts = [" ".join(generator.choices(words, k=generator.randint(3, 12))) for _ in range(60)]
-    tokenizer = train_tokenizer(texts, vocab_size=320)
-    sizes = {"vocab_size": 320, "max_position_embeddings": 256, "num_key_value_heads": 2}
-    for name, fields in (("dense", {}), ("moe", EXPERTS)):
-        toy_model(**sizes | fields).save_pretrained(path / name)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    LlamaForCausalLM(LlamaConfig(**sizes | shape | ids)).save_pretrained(path / "llama")
-    for name in ("dense", "moe", "llama"):
-        tokenizer.save_pretrained(path / name)
-    write_jsonl(path / "train.jsonl", texts)
-    write_jsonl(path / "chats.jsonl", [{"prompt": f"{text}?", "completion": text} for text in texts])
-    write_jsonl(path / "pairs.jsonl", [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(40)])
-    write_jsonl(path / "tasks.jsonl", [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(40)])
-    write_jsonl(path / "prompts.jsonl", [{"prompt": text} for text in texts[:4]])
-
-
 def record(path: Path, names: Iterable[str]) -> dict[str, Any]:
     """Train the named runs in the workspace at `path`, and return what they produced, by name."""
     found: dict[str, Any] = {}
     for name in names:
-        stage, launcher, flags = RUNS[name]
-        found[name] = _train(path, name, stage, launcher, flags)
-        found[name]["plan"] = _call(path, launcher, stage, f"{flags} {COMMON} --dry_run --output_dir {name}-plan")
+        found[name] = _train(path, name)
+        stage, launcher, flags = launch_of(name)
+        found[name]["plan"] = _call(path, launcher, stage, f"{flags} --dry_run --output_dir {name}-plan")
         if name in RESUMED:
-            other, size = RESUMED[name]
-            resumed = f"{flags.split(ZERO)[0]} --resume_from_checkpoint {name}/checkpoint-2"
-            resumed += f" --per_device_train_batch_size {size}"
-            found[f"{name}-resumed"] = _train(path, f"{name}-resumed", stage, other, resumed)
+            found[f"{name}-resumed"] = _train(path, f"{name}-resumed")
     for name in ANSWERING:
         if (path / name).is_dir():
             found[f"{name}-answers"] = _answers(path, name)
@@ -132,9 +66,10 @@ def record(path: Path, names: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _train(path: Path, name: str, stage: str, launcher: str, flags: str) -> dict[str, Any]:
+def _train(path: Path, name: str) -> dict[str, Any]:
     """Train one run, and return its log, the digests of its tensors, its output and its card."""
-    output = _call(path, launcher, stage, f"{COMMON} {flags} --output_dir {name}")
+    stage, launcher, flags = launch_of(name)
+    output = _call(path, launcher, stage, f"{flags} --output_dir {name}")
     state = json.loads((path / name / "trainer_state.json").read_text())
     return {
         "log": [{key: entry[key] for key in sorted(entry) if key not in _CLOCKS} for entry in state["log_history"]],
@@ -159,10 +94,7 @@ def _text(file: Path) -> str:
 
 def _call(path: Path, launcher: str, stage: str, flags: str) -> str:
     """Start a recipe in the workspace, and return the lines of its output without what varies."""
-    words = [*launcher_command(launcher), str(ROOT / f"recipes/{stage}.py"), *flags.split()]
-    result = start(words, cwd=path, HF_HOME=str(path / "cache"))
-    assert result.returncode == 0, f"{stage} {flags}: {result.stdout[-3000:]}"
-    return _constant(result.stdout, path)
+    return _constant(call(path, launcher, stage, flags, HF_HOME=str(path / "cache")), path)
 
 
 def _constant(text: str, path: Path) -> str:

@@ -203,6 +203,7 @@ def test_all_programs_prepare_the_same_text(tmp_path, monkeypatch):
     assert 0 <= num_tokens - 2 * num_documents - found["run_clm.py"] < num_batches * preparation.MAX_LENGTH
 
 
+@pytest.mark.documents
 def test_the_table_of_several_machines_is_what_the_script_prints(monkeypatch, capsys):
     # Worked out by hand: 2e8 / 2^4.7619, and the terms of Daly's interval for a minute per save and a failure per day.
     assert scaling.critical_batch_tokens(2.0) == pytest.approx(7.3715e6, rel=1e-4)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 
+pytestmark = pytest.mark.documents
+
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCKS = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 

@@ -9,6 +9,8 @@ import pytest
 from tests.invariants.launching import ROOT
 
 
+pytestmark = pytest.mark.documents
+
 PAGES = ("README.md", "README_zh.md")
 LOOP, STOCK, TRL = "loop like MiniMind's", "stock Trainer", "TRL SFTTrainer"
 

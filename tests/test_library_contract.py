@@ -206,6 +206,7 @@ def undocumented_attributes() -> set[str]:
     return {name for name in found if not is_private(name)}
 
 
+@pytest.mark.slow
 def test_every_undocumented_name_of_a_library_stands_in_the_table():
     for extra in ("trl", "peft", "deepspeed"):
         pytest.importorskip(extra)

@@ -120,6 +120,7 @@ def record() -> dict:
 NAMES = {"whole text": "prompt and answer", "answer": "answer"}
 
 
+@pytest.mark.documents
 def test_the_table_of_the_page_is_that_of_the_record():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (greedy|sampled) \| (none|[\d.]+ on the (?:whole text|answer)) \| (.*) \|$", page, re.M)
@@ -139,6 +140,7 @@ def test_the_table_of_the_page_is_that_of_the_record():
         assert figures.split(" | ") == expected
 
 
+@pytest.mark.documents
 def test_the_table_of_mends_is_that_of_the_record():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     rows = page.split("| training | loss")[1].split("\n\n")[0].splitlines()[2:]
@@ -153,6 +155,7 @@ def test_the_table_of_mends_is_that_of_the_record():
     assert rows == expected
 
 
+@pytest.mark.documents
 def test_the_tables_of_the_example_and_of_smollm2_are_those_of_the_record():
     page, models = (ROOT / "docs/performance.md").read_text(encoding="utf-8"), record()["models"]
 

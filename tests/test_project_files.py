@@ -7,6 +7,7 @@ import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -40,6 +41,7 @@ def test_macos_and_windows_run_the_quick_tests():
     )
 
 
+@pytest.mark.documents
 def test_every_device_says_how_it_is_proven():
     section = (ROOT / "docs/launching.md").read_text(encoding="utf-8").split("## Devices and systems")[1]
     header, _, *rows = re.findall(r"^\|(.*)\|$", section.split("\n## ")[0], re.MULTILINE)

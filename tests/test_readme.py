@@ -31,6 +31,8 @@ from tests.invariants.launching import ROOT, free_port, start
 from tests.toys import toy_model, write_jsonl
 
 
+pytestmark = pytest.mark.documents
+
 READMES = ("README.md", "README_zh.md")
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 PROGRAMS = "make hf-pretrain python torchrun deepspeed accelerate sbatch pip hf pre-commit".split()

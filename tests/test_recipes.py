@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -17,35 +16,19 @@ from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from hf_pretrain import MiniMindForCausalLM
+from hf_pretrain.checkpoints.manifest import find_damage
 from hf_pretrain.runtime.parser import recipe_parser
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, free_port, launcher_command, make_output, start
-from tests.toys import EXPERTS, toy_model, write_jsonl
+from tests.matrix import CHATS, call, launch_of
+from tests.toys import write_jsonl
 
 
 RECIPE = str(ROOT / "recipes/pretrain.py")
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
-    """Return a directory with toy checkpoints, a few sentences, conversations and preferences."""
-    path = tmp_path_factory.mktemp("recipes")
-    generator = random.Random(0)
-    words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet"]
-    texts = [" ".join(generator.choices(words, k=generator.randint(3, 12))) for _ in range(40)]
-    tokenizer = train_tokenizer(texts, vocab_size=320)
-    for name, fields in (("toy", {}), ("toy-moe", EXPERTS), ("toy-long", {"max_position_embeddings": 512})):
-        toy_model(vocab_size=320, **fields).save_pretrained(path / name)
-        tokenizer.save_pretrained(path / name)
-    write_jsonl(path / "train.jsonl", texts)
-    write_jsonl(path / "chats.jsonl", [{"prompt": f"{text}?", "completion": text} for text in texts])
-    write_jsonl(path / "pairs.jsonl", [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(40)])
-    return path
-
-
-def toy_arguments(workspace: Path, output_dir: str) -> list[str]:
+def toy_arguments(workspace: Path, output_dir: str, model: str = "dense") -> list[str]:
     return [
-        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "train.jsonl")),
+        *("--model_name_or_path", str(workspace / model), "--dataset_name", str(workspace / "train.jsonl")),
         *("--max_length", "32", "--validation_fraction", "0.1", "--max_steps", "2", "--logging_steps", "1"),
         *("--save_strategy", "no", "--bf16", "false", "--output_dir", str(workspace / output_dir)),
     ]
@@ -103,11 +86,27 @@ PROGRESS = (
     r"\d process\(es\) on CPU, float32.*",
     r"[a-z].* \.\.\.",
     r"(Training|Validation): \d+ documents, [\d,]+ tokens in \d+ sequences, [\d.]+% filled, 0 tokens cut at .* 32",
-    r"step [12]/2: loss \d\.\d{4}, [\d,]+ tokens/s",
-    r"step [12]/2: validation loss \d\.\d{4}, bits per byte \d\.\d{4}",
-    r"step [12]/2: '.*' -> '.*'",
+    r"step \d+/\d+: loss \d\.\d{4}, [\d,]+ tokens/s",
+    r"step \d/\d: validation loss \d\.\d{4}, bits per byte \d\.\d{4}.*",
+    r"step \d/\d: '.*' -> '.*'",
     "",
 )
+# The lines that only the stage of a run prints.
+CHAT_LINES = [r"(Training|Validation): .* tokens count in the loss.*", r"[\d.]+% of \d\d conversations .*"]
+PAIR_LINES = [r"(Training|Validation): \d+ pairs, .*", r"step \d+/\d+: validation loss \d.*", r"step \d/\d: .* -> .*"]
+LINES = {
+    "pretrain-muon": [],
+    "pretrain-stream": [r"(Training|Validation): .*"],
+    "sft": CHAT_LINES,
+    "distill": CHAT_LINES,
+    "dpo": PAIR_LINES,
+    "judge": PAIR_LINES,
+    "grpo": [
+        r"All completions of each prompt got the same reward, .*",
+        r"step \d/\d: loss -?\d\.\d{4}, reward -?\d\.\d{4}, [\d,]+ tokens/s",
+        r"step \d/\d: mean reward -?\d\.\d{4}",
+    ],
+}
 
 
 def check_lines(output: str, *own: str) -> None:
@@ -117,106 +116,71 @@ def check_lines(output: str, *own: str) -> None:
         assert any(re.fullmatch(pattern, line) for pattern in (*PROGRESS, *own)), (line, output)
 
 
-def test_mistakes_leave_a_directory_as_it_was_and_the_recipe_trains_saves_and_reports(workspace):
-    command = [*launcher_command("python"), RECIPE, *toy_arguments(workspace, "plain"), "--report_to", "none"]
-    for mistake, message in (
-        (["--dataset_name", "nope.jsonl"], "There is no file or directory nope.jsonl"),
-        (["--validation_fraction", "2"], "--validation_fraction 2.0 must be"),
-        (["--text_column", "nope"], "no column 'nope'"),
-    ):
-        failed = start([*command, *mistake])
-        assert failed.returncode == 2 and message in failed.stdout, failed.stdout
-    result, run = start(command), workspace / "plain"
-    output = result.stdout
-    assert result.returncode == 0, output
-    check_lines(output)
-    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= {*os.listdir(run)}
-    (*_, final) = [entry for entry in log_history(run) if "eval_loss" in entry]
+@pytest.mark.parametrize("name", LINES)
+def test_a_redirected_stage_prints_only_its_own_lines(trained, name):
+    check_lines(trained(name).output, *LINES[name])
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_run_leaves_intact_checkpoints_a_record_and_a_page(trained, name):
+    run = trained(name)
+    checkpoints = list(run.directory.glob("checkpoint-*"))
+    assert len(checkpoints) == 2 and not any(map(find_damage, checkpoints))
+    # Trainer's own file holds the token.
+    assert not [*run.directory.rglob("training_args.bin"), *run.directory.glob(".saving*")]
+    (entry,) = json.loads(run.text("run.json"))
+    assert entry["recipe"] == launch_of(name)[0] and entry["ended"] and entry["steps"] == run.log[-1]["step"]
+    assert "</html>" in run.text("report.html")
+
+
+def test_pretraining_saves_reports_and_records(trained):
+    run = trained("pretrain-muon")
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= {
+        *os.listdir(run.directory)
+    }
+    (*_, final) = [entry for entry in run.log if "eval_loss" in entry]
     for words in (
         "1 process(es) on CPU, float32; 8 rows per step; torch ",
         f"Validation loss    {final['eval_loss']:.4f}",
         f"Bits per byte      {final['eval_bits_per_byte']:.4f}",
-        f"hf-pretrain sft --model_name_or_path {run} --output_dir {run}-sft",
+        "hf-pretrain sft --model_name_or_path pretrain-muon --output_dir sft-muon",
     ):
-        assert words in output
-    assert output.count("Sample ") == 3
-    *_, entry = json.loads((run / "run.json").read_text())
-    assert entry["recipe"] == "pretrain" and entry["steps"] == 2 and "--max_steps 2" in entry["command"]
-    assert entry["data"]["names"] == [str(workspace / "train.jsonl")] and entry["data"]["counts"]
+        assert words in run.output
+    assert run.output.count("Sample ") == 3
+    (entry,) = json.loads(run.text("run.json"))
+    assert entry["recipe"] == "pretrain" and entry["steps"] == 4 and "--max_steps 4" in entry["command"]
+    assert entry["data"]["names"] == ["train.jsonl"] and entry["data"]["counts"]
     # The run continues a model of width 32, from which the rate of Muon follows.
     assert entry["arguments"]["learning_rate"] == pytest.approx(8e-3 * 192 / 32)
-    assert f"Optimizer          muon, learning rate {8e-3 * 192 / 32:g}" in output
+    assert f"Optimizer          muon, learning rate {8e-3 * 192 / 32:g}" in run.output
     assert entry["metrics"]["eval_loss"] == final["eval_loss"]
-    page = (run / "report.html").read_text(encoding="utf-8")
+    page = run.text("report.html")
     assert f'{final["eval_loss"]:.4f} <span lang="en">nats per token' in page and "bad lines" not in page
-    again = start(command)
-    assert again.returncode == 2 and "is not empty" in again.stdout
 
 
-# The flags of each stage beside those of `toy_arguments`, and the lines that only this stage prints.
-PAIRS = [r"(Training|Validation): \d+ pairs, .*"]
-FLAGS_AND_LINES = {
-    "pretrain": ("--streaming true", [r"(Training|Validation): .*"]),
-    "sft": (
-        "--dataset_name chats.jsonl",
-        [r"(Training|Validation): .* tokens count in the loss.*", r"[\d.]+% of 3\d conversations .*"],
-    ),
-    "distill": ("--teacher_name_or_path toy --dataset_kind text", []),
-    "dpo": ("--dataset_name pairs.jsonl", PAIRS),
-    "reward": ("--dataset_name pairs.jsonl --save_strategy steps --save_steps 1", PAIRS),
-    "grpo": (
-        "--dataset_name embedded:answer-format --model_name_or_path toy-long --num_generations 2 "
-        "--max_completion_length 8 --per_device_train_batch_size 4 --eval_steps 2",
-        [r"step \d/2: loss -?\d\.\d{4}, reward \d\.\d{4}, [\d,]+ tokens/s", r"step \d/2: mean reward \d\.\d{4}"],
-    ),
-    "evaluate": ("--dataset_kind text", []),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", FLAGS_AND_LINES)
-def test_a_redirected_stage_prints_only_its_own_lines(workspace, stage):
-    words, own = FLAGS_AND_LINES[stage]
-    flags = toy_arguments(workspace, f"lines-{stage}")
-    if stage == "grpo":
-        # Its answers have a length, and its prompts have none.
-        position = flags.index("--max_length")
-        del flags[position : position + 2]
-    command = [*launcher_command("python"), str(ROOT / f"recipes/{stage}.py"), *flags, *words.split()]
-    result = start([*command, "--report_to", "none"], cwd=workspace)
-    assert result.returncode == 0, result.stdout
-    check_lines(result.stdout, r"step \d/2: validation loss \d.*", r"step \d/2: .* -> .*", *own)
-
-
-@pytest.mark.parametrize("options", [[], ["--use_peft"]], ids=["plain", "adapter"])
-def test_sft_reports_the_change_of_the_loss(workspace, options):
-    output_dir = workspace / f"sft{''.join(options)}"
-    data = ["--dataset_name", str(workspace / "chats.jsonl"), "--max_length", "64", "--validation_fraction", "0.2"]
-    data += ["--bf16", "false", "--use_cpu"]
-    flags = [*data, "--model_name_or_path", str(workspace / "toy"), "--output_dir", str(output_dir), *options]
-    result = start([sys.executable, f"{ROOT}/recipes/sft.py", *flags, "--max_steps", "3", "--learning_rate", "1e-2"])
-    assert result.returncode == 0, result.stdout[-3000:]
-    losses = [entry["eval_loss"] for entry in log_history(output_dir) if "eval_loss" in entry]
-    report = re.search(r"Validation loss +([\d.]+) nats per token \(([\d.]+) before\)", result.stdout)
+@pytest.mark.parametrize("name", ["sft", "sft-lora"])
+def test_sft_reports_the_change_of_the_loss_that_an_evaluation_finds(trained, toys, name):
+    run = trained(name)
+    losses = run.series("eval_loss")
+    report = re.search(r"Validation loss +([\d.]+) nats per token \(([\d.]+) before\)", run.output)
     assert [float(number) for number in report.groups()] == [round(losses[-1], 4), round(losses[0], 4)]
-    assert losses[-1] < losses[0] and "Talk to it" in result.stdout
-    assert (output_dir / "adapter_model.safetensors").is_file() == (options == ["--use_peft"])
+    assert losses[-1] < losses[0] and "Talk to it" in run.output
+    assert (run.directory / "adapter_model.safetensors").is_file() == (name == "sft-lora")
     # The evaluation takes the kind of data from the record of the run.
-    evaluation = start([sys.executable, f"{ROOT}/recipes/evaluate.py", *data, "--model_name_or_path", str(output_dir)])
-    assert evaluation.returncode == 0 and "Data      conversations of " in evaluation.stdout
-    last = [entry for entry in log_history(output_dir) if "eval_repeated_4grams" in entry][-1]
-    found = json.loads((output_dir / "evaluation.json").read_text())["held_out"]
+    flags = f"{CHATS} --model_name_or_path {name} --validation_fraction 0.2 --bf16 false --use_cpu"
+    evaluation = call(toys, "python", "evaluate", flags)
+    check_lines(evaluation.partition("Data ")[0], *CHAT_LINES)
+    assert "Data      conversations of " in evaluation
+    last = [entry for entry in run.log if "eval_repeated_4grams" in entry][-1]
+    found = json.loads(run.text("evaluation.json"))["held_out"]
     assert found == pytest.approx({key: last[key] for key in found}) and len(found) == 7
 
 
-def test_sft_previews_the_trained_tokens(workspace):
-    command = [sys.executable, str(ROOT / "recipes/sft.py"), "--model_name_or_path", str(workspace / "toy")]
-    chats = workspace / "chats.jsonl"
-    result = start([*command, "--dataset_name", str(chats), "--preview", "2", "--output_dir", str(workspace / "none")])
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert result.stdout.count("--- a row of") == 2 and not (workspace / "none").exists()
-    coloured = re.findall("\033\\[32m(.*?)\033\\[0m", result.stdout, flags=re.DOTALL)
-    completions = [json.loads(line)["completion"] + "<|im_end|>" for line in chats.read_text().splitlines()]
+def test_sft_previews_the_trained_tokens(toys):
+    output = call(toys, "python", "sft", f"{CHATS} --preview 2 --output_dir none")
+    assert output.count("--- a row of") == 2 and not (toys / "none").exists()
+    coloured = re.findall("\033\\[32m(.*?)\033\\[0m", output, flags=re.DOTALL)
+    completions = [json.loads(line)["completion"] + "<|im_end|>" for line in (toys / "chats.jsonl").open()]
     assert coloured and set(coloured) <= set(completions)
 
 
@@ -238,21 +202,20 @@ def test_sft_previews_the_trained_tokens(workspace):
         ),
     ],
 )
-def test_a_preview_shows_preferences_and_tasks_and_leaves_a_run_alone(workspace, stage, data, length, row):
-    run = workspace / "ended"
-    run.mkdir(exist_ok=True)
+def test_a_preview_shows_preferences_and_tasks_and_leaves_a_run_alone(toys, tmp_path, stage, data, length, row):
+    run = tmp_path / "ended"
+    run.mkdir()
     (run / "config.json").touch()
+    shutil.copy(toys / "pairs.jsonl", tmp_path)
     task = {"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2", "question_ids": "q1"}
-    write_jsonl(workspace / "tasks.jsonl", [task] * 4)
+    write_jsonl(tmp_path / "tasks.jsonl", [task] * 4)
     # Only GRPO reads the model, whose positions limit the tasks.
     left_out = ["model.safetensors"] if stage == "dpo" else []
-    shutil.copytree(workspace / "toy", workspace / f"for-{stage}", ignore=lambda *_: left_out)
-    flags = ["--model_name_or_path", str(workspace / f"for-{stage}"), "--dataset_name", str(workspace / data)]
-    flags += [f"--{length}", "64", "--preview", "2", "--output_dir", str(run)]
-    flags += ["--rewards", "length", "--validation_fraction", "0"] if stage == "grpo" else []
-    result = start([sys.executable, str(ROOT / f"recipes/{stage}.py"), *flags])
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert result.stdout.count("--- a row\n") == 2 and re.search(row, result.stdout, re.DOTALL)
+    shutil.copytree(toys / "dense", tmp_path / "toy", ignore=lambda *_: left_out)
+    flags = f"--model_name_or_path toy --dataset_name {data} --{length} 64 --preview 2 --output_dir ended"
+    flags += " --rewards length --validation_fraction 0" if stage == "grpo" else ""
+    output = call(tmp_path, "python", stage, flags)
+    assert output.count("--- a row\n") == 2 and re.search(row, output, re.DOTALL)
     assert [path.name for path in run.iterdir()] == ["config.json"]
 
 
@@ -291,21 +254,21 @@ def test_make_clean_leaves_models_and_other_environments(tmp_path):
 RATE = ["--learning_rate", "3e-3"]
 
 
-def make(workspace: Path, name: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def make(toys: Path, name: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     # make uses an installed environment as it is.
     (Path(sys.prefix) / ".installed").touch()
-    arguments = " ".join([*toy_arguments(workspace, name), *RATE, "--per_device_train_batch_size 2 --report_to none"])
+    arguments = " ".join([*toy_arguments(toys, name), *RATE, "--per_device_train_batch_size 2 --report_to none"])
     words = ("make", "pretrain", f"VENV={sys.prefix}", "GPUS=2", "DEVICE=cpu", *words, f"ARGS={arguments}")
     return start(list(words), **environment)
 
 
 @pytest.fixture(scope="module")
-def one_process(workspace) -> list[float]:
+def one_process(toys) -> list[float]:
     """Return the losses of the run of [`make`] in one process."""
-    words = [*toy_arguments(workspace, "alone"), *RATE, "--per_device_train_batch_size", "4", "--use_cpu"]
+    words = [*toy_arguments(toys, "alone"), *RATE, "--per_device_train_batch_size", "4", "--use_cpu"]
     result = start([sys.executable, RECIPE, "--config", str(ROOT / "recipes/tiny/pretrain.yaml"), *words])
     assert result.returncode == 0, result.stdout[-3000:]
-    return losses(workspace / "alone")
+    return losses(toys / "alone")
 
 
 def losses(output_dir: Path) -> list[float]:
@@ -314,7 +277,7 @@ def losses(output_dir: Path) -> list[float]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate ACCELERATE=ddp", "accelerate"])
-def test_make_runs_two_processes(workspace, one_process, launcher):
+def test_make_runs_two_processes(toys, one_process, launcher):
     """The losses are those of one process, and torchrun, deepspeed and accelerate alone add no lines."""
     name = re.sub(r"\W", "-", launcher)
     words = [] if launcher == "torchrun" else [f"MASTER_PORT={free_port()}"]
@@ -322,14 +285,14 @@ def test_make_runs_two_processes(workspace, one_process, launcher):
     words += ["ACCELERATE=zero3"] if launcher == "accelerate" else []
     # What is compiled prints nothing either. Muon's update, which DeepSpeed compiles, takes a minute.
     compiled = {"TORCHDYNAMO_DISABLE": ""} if launcher != "accelerate" else {}
-    result = make(workspace, name, *words, *f"LAUNCHER={launcher}".split(), **compiled)
+    result = make(toys, name, *words, *f"LAUNCHER={launcher}".split(), **compiled)
     assert result.returncode == 0, result.stdout[-3000:]
     assert "2 process(es) on CPU" in result.stdout
     if launcher != "accelerate":
         started = (r"\$ .*", r"\S*python hf_pretrain_cli.py .*", r"make.*: (Entering|Leaving) directory.*")
         # Another test may build the same kernel.
         check_lines(result.stdout, *started, r"DeepSpeed \S+ built successfully", r"Waiting for \S+/lock\. .*")
-    assert losses(workspace / name) == pytest.approx(one_process, abs=2e-4)
+    assert losses(toys / name) == pytest.approx(one_process, abs=2e-4)
 
 
 # Launches of a model with experts, and the optimizer of each.
@@ -342,13 +305,12 @@ LAYOUTS = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_sharded_run_equals_an_uninterrupted_one(layout, workspace):
+def test_a_resumed_sharded_run_equals_an_uninterrupted_one(layout, toys):
     flags, optimizer = LAYOUTS[layout]
-    whole, resumed = (workspace / f"{layout}-{name}" for name in ("whole", "resumed"))
+    whole, resumed = (toys / f"{layout}-{name}" for name in ("whole", "resumed"))
     for output_dir in (whole, resumed):
-        arguments = toy_arguments(workspace, output_dir.name)
+        arguments = toy_arguments(toys, output_dir.name, "moe")
         arguments[arguments.index("--save_strategy") + 1] = "steps"
-        arguments[arguments.index(str(workspace / "toy"))] = str(workspace / "toy-moe")
         arguments += ["--save_steps", "1", "--lr_scheduler_type", "constant", "--max_steps", "3", *flags]
         command = [*launcher_command("torchrun"), RECIPE, *arguments, "--resume_from_checkpoint", "auto"]
         result = start(command)

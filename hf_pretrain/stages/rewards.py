@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -204,7 +205,7 @@ def _load_reward(name: str, trust_remote_code: bool) -> Reward | str:
     """
     if name in REWARDS:
         return REWARDS[name]
-    if ":" not in name and "/" in name:
+    if ":" not in name and ("/" in name or Path(name).is_dir()):
         return load_reward_model(name, trust_remote_code=trust_remote_code)
     reward = load_object(name, flag="--rewards", known=REWARDS)
     # TRL itself runs models, and awaits coroutines.

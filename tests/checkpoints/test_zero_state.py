@@ -34,6 +34,7 @@ def scales(engine: Any, overflows: list[bool]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_scale_grows_and_shrinks_as_without_the_resume():
     overflows = [False, True, *([False] * 13), True, *([False] * 12)]
     expected = scales(engine(), overflows)

@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from hf_pretrain.data import documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.rows import caching
-from hf_pretrain.rows.data_arguments import SourceArguments
+from hf_pretrain.rows.data_arguments import PreferenceArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from tests.toys import write_jsonl
@@ -324,7 +324,7 @@ def test_invalid_arguments_are_refused(names, arguments, words, tmp_path):
 )
 def test_shares_that_mean_nothing_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        SourceArguments(**arguments)
+        PreferenceArguments(**arguments)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

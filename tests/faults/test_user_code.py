@@ -8,9 +8,7 @@ from transformers.utils import get_json_schema
 
 from hf_pretrain.inference.tools import call_tool, load_tools
 from hf_pretrain.runtime.signals import Interrupted, UserCodeExit, running_user_code
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import toy_model, write_jsonl
 
 
 CODE = '''
@@ -40,18 +38,14 @@ def leave(when: str):
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     path = tmp_path_factory.mktemp("exits")
-    tokenizer = train_tokenizer(["What is 12 + 30? Blue sky. Green tree."] * 9, vocab_size=320)
-    toy_model(vocab_size=320).save_pretrained(path / "toy")
-    tokenizer.save_pretrained(path / "toy")
-    write_jsonl(path / "tasks.jsonl", [{"prompt": f"What is {n} + 30?"} for n in range(8)])
     (path / "exits.py").write_text(CODE)
     (path / "exits_too.py").write_text("exit(0)")
     return path
 
 
-def run_grpo(workspace, output_dir, reward: str, launcher: str = "python"):
+def run_grpo(workspace, toys, output_dir, reward: str, launcher: str = "python"):
     flags = [
-        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "tasks.jsonl")),
+        *("--model_name_or_path", str(toys / "dense"), "--dataset_name", str(toys / "tasks.jsonl")),
         *("--rewards", reward, "--output_dir", str(output_dir), "--max_steps", "3", "--use_cpu", "--bf16", "false"),
         *("--per_device_train_batch_size", "2", "--num_generations", "2", "--max_completion_length", "4"),
         *("--validation_fraction", "0", "--save_steps", "3"),
@@ -69,14 +63,14 @@ def run_grpo(workspace, output_dir, reward: str, launcher: str = "python"):
         ("python", "exits_too:any", "--rewards exits_too:any: the import of exits_too ended with SystemExit(0)"),
     ],
 )
-def test_a_reward_that_exits_ends_the_run_with_an_error(workspace, tmp_path, launcher, reward, words):
-    result = run_grpo(workspace, tmp_path / "run", reward, launcher)
+def test_a_reward_that_exits_ends_the_run_with_an_error(workspace, toys, tmp_path, launcher, reward, words):
+    result = run_grpo(workspace, toys, tmp_path / "run", reward, launcher)
     assert result.returncode == 1 and f"UserCodeExit: {words}" in result.stdout, result.stdout[-3000:]
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
-def test_ctrl_c_during_a_reward_stops_the_run_with_a_checkpoint(workspace, tmp_path):
-    result = run_grpo(workspace, tmp_path / "run", "exits:stopped")
+def test_ctrl_c_during_a_reward_stops_the_run_with_a_checkpoint(workspace, toys, tmp_path):
+    result = run_grpo(workspace, toys, tmp_path / "run", "exits:stopped")
     assert result.returncode == 130 and "Stopped by SIGINT after step 1" in result.stdout, result.stdout[-3000:]
     assert (tmp_path / "run/checkpoint-1").is_dir()
     with pytest.raises(Interrupted), running_user_code("a reward"):

@@ -23,7 +23,7 @@ from tests.faults.driving import wait_for
 from tests.hub_server import TOKEN, HubServer, Repo, connect
 from tests.invariants.launching import ROOT, launcher_command, process_options, start
 from tests.models import GOLDEN
-from tests.test_recipes import RECIPE, toy_arguments, workspace  # noqa: F401
+from tests.test_recipes import RECIPE, toy_arguments
 
 
 CODE = set(CODE_FILES)
@@ -41,17 +41,41 @@ def environment(hub) -> dict[str, str]:
     return hub.client_environment()
 
 
+def push(
+    hub: HubServer, toys: Path, words: str, output_dir: Path, launcher: str = "python"
+) -> subprocess.CompletedProcess[str]:
+    """Run the recipe on toy data, and check that the token is nowhere but in the Authorization header."""
+    command = [*launcher_command(launcher), RECIPE, *toy_arguments(toys, ""), *words.split()]
+    result = start([*command, "--output_dir", str(output_dir)], **hub.client_environment())
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert TOKEN.encode() not in hub.bytes_received() + result.stdout.encode()
+    return result
+
+
 @pytest.fixture
-def run(workspace, environment, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:  # noqa: F811
-    """Return a function that runs the recipe on toy data through a launcher."""
+def run(toys, hub, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that pushes a run to this test's Hub."""
 
     def run_recipe(words: str, *, launcher: str = "python", output_dir: str = "run"):
-        command = [*launcher_command(launcher), RECIPE, *toy_arguments(workspace, ""), *words.split()]
-        result = start([*command, "--output_dir", str(tmp_path / output_dir)], **environment)
-        assert result.returncode == 0, result.stdout[-4000:]
-        return result
+        return push(hub, toys, words, tmp_path / output_dir, launcher)
 
     return run_recipe
+
+
+STEPS = (1, 2, 3)
+EVERY_STEP = f"--hub_language en --learning_rate 3e-4 {SAVE} --max_steps 3 --save_total_limit 1"
+
+
+@pytest.fixture(scope="module")
+def pushed(toys, tmp_path_factory) -> tuple[Repo, Path]:
+    """Return the repository and the directory of a run that pushed each of its checkpoints."""
+    path = tmp_path_factory.mktemp("pushed") / "run"
+    with HubServer() as hub:
+        # Each push lasts longer than the checkpoint, which the next one rotates away.
+        hub.preupload_seconds = 0.7
+        words = f"{PUSH} {EVERY_STEP} --hub_strategy all_checkpoints --hub_always_push true"
+        assert "failed" not in push(hub, toys, words, path).stdout.lower()
+        return hub.repos["user/toy"], path
 
 
 @pytest.fixture
@@ -118,11 +142,10 @@ def test_two_processes_push_and_anybody_loads(run, hub, environment, tmp_path):
     logits = local(torch.arange(20)[None]).logits
     torch.testing.assert_close(pull_logits("user/toy", environment, tmp_path), logits, rtol=0, atol=1e-6)
 
-    # No byte except the Authorization header, and no file, has the token. No file has Trainer's pickled arguments.
+    # No file has the token, and no file has Trainer's pickled arguments.
     received = hub.bytes_received()
     assert len(received) > 100_000 and b"rms_norm_eps" in received
     assert any(TOKEN in request.headers.get("authorization", "") for request in hub.requests)
-    assert TOKEN.encode() not in received and TOKEN not in result.stdout
     folders = (tmp_path / "run", Path(environment["HF_HOME"]))
     paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(paths) > 20 and any("events" in path.name for path in paths)
@@ -155,19 +178,13 @@ def test_a_model_sharded_by_fsdp_has_our_code(run, hub):
 
 
 @pytest.mark.slow
-def test_every_checkpoint_is_pushed(run, hub):
-    # Each push lasts longer than the checkpoint, which the next one rotates away.
-    hub.preupload_seconds = 0.7
-    words = f"{PUSH} --hub_strategy all_checkpoints --hub_always_push true {SAVE} --max_steps 3 --save_total_limit 1"
-    assert "failed" not in run(words).stdout.lower()
-    repo = hub.repos["user/toy"]
-    folders = {path.split("/")[0] for path in files_of(hub) if "/" in path}
-    steps = [1, 2, 3]
-    assert folders == {f"checkpoint-{step}" for step in steps}
-    assert files_of(hub) >= MODEL | TOKENIZER
-    assert [message for _, message in repo.commits[1:]] == [*(f"Step {step}" for step in steps), "End of training"]
+def test_every_checkpoint_is_pushed(pushed):
+    repo, _ = pushed
+    assert {path.split("/")[0] for path in repo.files if "/" in path} == {f"checkpoint-{step}" for step in STEPS}
+    assert repo.files.keys() >= MODEL | TOKENIZER
+    assert [message for _, message in repo.commits[1:]] == [*(f"Step {step}" for step in STEPS), "End of training"]
     final = load(repo.files["model.safetensors"])
-    for step, (sha, _) in zip(steps, repo.commits[1:], strict=False):
+    for step, (sha, _) in zip(STEPS, repo.commits[1:], strict=False):
         # Each commit has the model and the card of its step, even if it is late.
         files = repo.snapshots[sha]
         assert f"reached step {step} of 3" in files["README.md"].decode()
@@ -177,12 +194,12 @@ def test_every_checkpoint_is_pushed(run, hub):
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_wait_for_a_push(workspace, hub, environment, tmp_path):  # noqa: F811
+def test_a_second_signal_ends_the_wait_for_a_push(toys, hub, environment, tmp_path):
     """The first signal is SIGHUP, as when an ssh session closes."""
     # Longer than the test waits.
     hub.preupload_seconds = 300
     words = f"{PUSH} {SAVE} --max_steps 100000 --save_total_limit 2 --output_dir {tmp_path}/run"
-    command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), *words.split()]
+    command = [sys.executable, RECIPE, *toy_arguments(toys, ""), *words.split()]
     with subprocess.Popen(command, **process_options(**environment)) as process:
         assert wait_for(lambda: list((tmp_path / "run").glob("checkpoint-*")), process), process.stdout.read()
         process.send_signal(signal.SIGHUP)
@@ -200,21 +217,18 @@ def test_a_second_signal_ends_the_wait_for_a_push(workspace, hub, environment, t
 
 
 @pytest.mark.slow
-def test_a_run_resumes_from_the_hub(run, hub, tmp_path):
+def test_a_run_resumes_from_the_hub(run, pushed, tmp_path):
     """Another machine resumes the run and ends with the same bits as an uninterrupted run."""
-    saving = f"--save_strategy steps --save_steps 2 {CONSTANT}"
-    run(f"--max_steps 4 {saving}", output_dir="whole")
-    run(f"--max_steps 2 {saving} {PUSH} --hub_strategy checkpoint", output_dir="first")
-    (repo,) = hub.repos.values()
-    for name in (name for name in repo.files if name.startswith("checkpoint-")):
+    repo, whole = pushed
+    for name in (name for name in repo.files if name.startswith("checkpoint-2/")):
         (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "second" / name).write_bytes(repo.files[name])
     # A kill in the middle of a push leaves such a directory.
     (tmp_path / "second/.hub-old/checkpoint-2").mkdir(parents=True)
-    result = run(f"--max_steps 4 {saving} --resume_from_checkpoint auto", output_dir="second")
+    result = run(f"{EVERY_STEP} --resume_from_checkpoint auto", output_dir="second")
     assert "Resuming from" in result.stdout and "checkpoint-2." in result.stdout
-    whole, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "second"))
-    assert all(torch.equal(whole[name], second[name]) for name in whole)
+    expected, found = (load_file(path / "model.safetensors") for path in (whole, tmp_path / "second"))
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
     assert not list((tmp_path / "second").glob(".hub-*"))
 
 
@@ -264,12 +278,12 @@ def test_a_push_that_fails_loses_nothing(run, hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_model_is_saved_before_the_run_waits_for_the_hub(workspace, hub, environment, tmp_path):  # noqa: F811
+def test_the_model_is_saved_before_the_run_waits_for_the_hub(toys, hub, environment, tmp_path):
     """The Hub accepts the commit of a checkpoint and does not answer."""
     over = threading.Event()
     hub.fail = lambda method, path: over.wait(300) and None if "/commit/" in path else None
     words = f"{PUSH} {SAVE} --output_dir {tmp_path}/run"
-    command = [sys.executable, RECIPE, *toy_arguments(workspace, ""), *words.split()]
+    command = [sys.executable, RECIPE, *toy_arguments(toys, ""), *words.split()]
     with subprocess.Popen(command, **process_options(**environment)) as process:
         # Trainer writes the state last.
         assert wait_for(lambda: list((tmp_path / "run").glob("trainer_state.json")), process), process.stdout.read()
@@ -280,14 +294,14 @@ def test_the_model_is_saved_before_the_run_waits_for_the_hub(workspace, hub, env
 
 
 @pytest.mark.slow
-def test_the_card_has_the_metrics_of_the_run(run, hub, tmp_path):
-    run(f"{PUSH} --hub_strategy end --hub_language en --learning_rate 3e-4")
-    text = hub.repos["user/toy"].files["README.md"].decode()
+def test_the_card_has_the_metrics_of_the_run(pushed):
+    repo, directory = pushed
+    text = repo.files["README.md"].decode()
     data = ModelCard(text).data
     # The run has no --hub_license.
     assert (data.license, data.language, data.to_dict()["library_name"]) == (None, ["en"], "transformers")
     assert (data.pipeline_tag, data.tags) == ("text-generation", ["minimind", "hf_pretrain"])
-    state = json.loads((tmp_path / "run/trainer_state.json").read_text())
+    state = json.loads((directory / "trainer_state.json").read_text())
     evaluation = [entry for entry in state["log_history"] if "eval_loss" in entry][-1]
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results.keys() == {"loss", "perplexity", "bits_per_byte"}
@@ -295,9 +309,9 @@ def test_the_card_has_the_metrics_of_the_run(run, hub, tmp_path):
     assert f"| validation loss (nats per token) | {evaluation['eval_loss']:.4f} |" in text
     assert f"| tokens seen | {state['num_input_tokens_seen']:,} |" in text
     assert re.search(r"- Training: \d+ documents, [\d,]+ tokens in \d+ .*\n- Validation: \d+ documents, ", text)
-    parameters = sum(tensor.numel() for tensor in load_file(tmp_path / "run/model.safetensors").values())
+    parameters = sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
-    assert "- Datasets: train.jsonl\n" in text and str(tmp_path) not in text
+    assert "- Datasets: train.jsonl\n" in text and str(directory.parent) not in text
     assert "| learning rate | 0.0003, warmup 0.02, cosine_with_min_lr" in text
     assert "| launcher | python, one process |" in text and "| hardware | 1 process(es) on CPU" in text
     assert "AutoModelForCausalLM.from_pretrained(\"user/toy\", trust_remote_code=True)" in text  # fmt: skip

@@ -35,6 +35,7 @@ def files() -> dict[str, bytes]:
     return files | {"README.md": b"# data"}
 
 
+@pytest.mark.documents
 @pytest.mark.slow
 def test_the_stages_of_the_page_follow_each_other(hub, tmp_path, monkeypatch):
     # Paths in a command are relative to the working directory.

@@ -19,11 +19,9 @@ from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.chat_arguments import ChatArguments
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.parser import RecipeParser
-from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import SFTTrainingArguments
 from tests.invariants.launching import ROOT, start
-from tests.toys import toy_model
 
 
 # The client reads it at its import.
@@ -128,11 +126,8 @@ def run_recipe(name: str, *words: str) -> str:
     return result.stdout
 
 
-def test_a_pushed_model_comes_back_and_trains_on_data_of_modelscope(modelscope, tmp_path):
-    tokenizer = train_tokenizer(["one two three"] * 50, vocab_size=300)
-    toy_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
-    tokenizer.save_pretrained(tmp_path / "toy")
-    words = ["--from", str(tmp_path / "toy"), "--to", str(tmp_path / "llama"), "--format", "llama", "--push"]
+def test_a_pushed_model_comes_back_and_trains_on_data_of_modelscope(modelscope, toys, tmp_path):
+    words = ["--from", str(toys / "dense"), "--to", str(tmp_path / "llama"), "--format", "llama", "--push"]
     output = run_recipe("convert", *words, "--hub_model_id", "modelscope:me/mine", "--hub_private_repo")
     assert f"Pushed to http://127.0.0.1:{modelscope.server_port}/models/me/mine" in output
     pushed = modelscope.repos["me/mine"]

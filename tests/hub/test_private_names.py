@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.invariants.launching import ROOT, start
-from tests.test_recipes import workspace  # noqa: F401
 from tests.toys import write_jsonl
 
 
@@ -14,12 +13,12 @@ SECRET = "secret-customer"
 
 
 @pytest.mark.slow
-def test_no_directory_leaves_the_machine(workspace, hub, tmp_path):  # noqa: F811
+def test_no_directory_leaves_the_machine(toys, hub, tmp_path):
     """With an adapter, a teacher, a tokenizer, a reward model, weighted and own validation data, and checkpoints."""
     home = tmp_path / SECRET
     home.mkdir()
     for name in ("toy", "MyTeacher-v2"):
-        (home / name).symlink_to(workspace / "toy")
+        (home / name).symlink_to(toys / "dense")
     chats = [{"prompt": f"{n}?", "completion": "It is " + "so " * (n % 5)} for n in range(60)]
     names = [write_jsonl(home / f"{name}.jsonl", chats[first::3]) for first, name in enumerate(["a", "b", "own"])]
     common = "--bf16 false --max_steps 2 --save_steps 1 --logging_steps 1 --max_length 64 --report_to none".split()

@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from tests.invariants.launching import ROOT, launcher_command, start
 from tests.invariants.trl_trainers import make_records, make_trl_trainer
-from tests.toys import toy_model, write_jsonl
+from tests.matrix import COMMON, TASKS, call
 
 
 SYNCED = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
@@ -57,19 +56,12 @@ def test_completions_of_other_ranks_are_refused(tmp_path):
 
 
 @pytest.mark.distributed
-def test_two_ranks_resume_bit_for_bit(tmp_path):
-    tokenizer, records = make_records(16)
-    toy_model(vocab_size=320, pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "toy")
-    tokenizer.save_pretrained(tmp_path / "toy")
-    tasks = write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": record["prompt"]} for record in records])
-    words = "--use_cpu --bf16 false --validation_fraction 0 --rewards length --num_generations 4 --save_total_limit 9 "
-    words += "--per_device_train_batch_size 2 --max_completion_length 6 --max_steps 2 --save_steps 1 "
+def test_two_ranks_resume_bit_for_bit(toys, tmp_path):
+    words = f"{TASKS} {COMMON} --model_name_or_path moe --num_generations 4 --save_total_limit 9 --max_steps 2 "
+    words += "--per_device_train_batch_size 2 --save_steps 1 --eval_strategy no "
     words += "--num_iterations 2 --learning_rate 1e-2 --beta 0.5 --sync_ref_model --ref_model_sync_steps 1"
-    command = [*launcher_command("torchrun"), str(ROOT / "recipes/grpo.py"), *words.split()]
-    command += ["--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", tasks]
-    checkpoint = ["--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-1")]
-    for name, flags in {"whole": [], "resumed": checkpoint}.items():
-        result = start([*command, "--output_dir", str(tmp_path / name), *flags])
-        assert result.returncode == 0, result.stdout[-3000:]
+    checkpoint = f"--resume_from_checkpoint {tmp_path}/whole/checkpoint-1"
+    for name, flags in {"whole": "", "resumed": checkpoint}.items():
+        call(toys, "torchrun", "grpo", f"{words} --output_dir {tmp_path / name} {flags}")
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())

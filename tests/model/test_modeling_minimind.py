@@ -180,6 +180,7 @@ def no_complex_operators(graph: torch.fx.GraphModule, _):
     return graph
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("packed", [True, False])
 def test_whole_model_is_one_graph_of_real_numbers(model, input_ids, packed, fresh_compiler):
     arguments = {"labels": input_ids, "use_cache": False}
@@ -196,6 +197,7 @@ def test_whole_model_is_one_graph_of_real_numbers(model, input_ids, packed, fres
     assert_near(gradients(model), expected)
 
 
+@pytest.mark.compiles
 def test_compiled_models_keep_their_own_tables(build_model, input_ids, fresh_compiler):
     """With the same code and shapes but another base, the second model must not run the graph of the first."""
     for theta in (1e6, 1e2):

@@ -157,6 +157,7 @@ class ProductShapes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_many_batches_have_few_shapes_of_matrix_products(build_model):
     """Forward and backward, in half precision on a CPU; each batch has other documents."""
     model = build_model(vocab_size=256).train()

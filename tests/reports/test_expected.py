@@ -9,6 +9,8 @@ import pytest
 from benchmarks.expected import EXPECTED_NAME
 
 
+pytestmark = pytest.mark.documents
+
 ROOT = Path(__file__).parents[2]
 EXPECTED = json.loads((ROOT / "recipes/tiny" / EXPECTED_NAME).read_text(encoding="utf-8"))
 SHORT = {

@@ -43,6 +43,11 @@ def test_the_better_direction_reaches_the_trainer(metric, tmp_path):
     for name in (metric.key, metric.name):
         args = LMTrainingArguments(output_dir=str(tmp_path), metric_for_best_model=name)
         assert args.greater_is_better is not metric.lower_is_better
+    # The user may turn it round.
+    turned = LMTrainingArguments(
+        output_dir=str(tmp_path), metric_for_best_model=metric.name, greater_is_better=metric.lower_is_better
+    )
+    assert turned.greater_is_better is metric.lower_is_better
 
 
 def test_evaluations_are_found_in_a_log():

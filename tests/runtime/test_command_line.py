@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,11 +34,13 @@ from hf_pretrain.runtime.command_line import announce, one_line_errors, progress
 from hf_pretrain.runtime.errors import UserError, install_command
 from hf_pretrain.tokenizer.control_tokens import template_errors
 from hf_pretrain.tokenizer.training import train_tokenizer
+from hf_pretrain.training.resuming import checkpoint_to_resume
 from hf_pretrain.weights.layouts import LAYOUTS
+from tests.checkpoints.test_checkpointing import arguments
 from tests.hub_server import connect
 from tests.invariants.launching import ROOT, start
 from tests.models import GOLDEN
-from tests.toys import needs_posix, toy_model, write_jsonl
+from tests.toys import needs_posix, write_jsonl
 from tests.trainers import make_run_trainer
 
 
@@ -48,7 +51,7 @@ def run(monkeypatch, tmp_path, capfd):
     def run(recipe: str, *words: str) -> tuple[int, str]:
         monkeypatch.chdir(tmp_path)
         # A directory of its own for each run in this process.
-        words = tuple(str(tmp_path / word) if word == "run" else word for word in words)
+        words = tuple(str(tmp_path / word) if word in ("run", "used") else word for word in words)
         monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *words])
         capfd.readouterr()
         with pytest.raises(SystemExit) as end:
@@ -98,6 +101,8 @@ SMALL += ("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attentio
         ("pretrain", ["--metric_for_best_model", "foo", *SMALL, *RUN], "foo is no figure of this run. It has loss,"),
         ("pretrain", ["--metric_for_best_model", "kl", *SMALL, *RUN], "kl is no figure of this run. It has loss,"),
         ("pretrain", ["--dataset_name", "caf\udce9.jsonl", *RUN], r"'caf\udce9.jsonl' is not UTF-8. Rename the file"),
+        ("pretrain", ["--use_cpu", "--output_dir", "used"], "used is not empty"),
+        ("pretrain", ["--use_cpu", "--output_dir", "used", "--dry_run"], "used is not empty"),
         ("grpo", ["--use_vllm", *RUN], "--use_vllm needs vLLM, which is not installed"),
         ("from_scratch", ["--sft_args", "--learning_rat 1"], "Unknown argument '--learning_rat'; the nearest one is"),
         ("from_scratch", ["--sft_args", "--max_length 1"], "--max_length 1 must be at least 8"),
@@ -112,21 +117,24 @@ SMALL += ("--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attentio
         ("data", ["inspect", "embedded:chaterbot"], "embedded:chaterbot is unknown; the nearest one is"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(run, tmp_path, recipe, words, message):
+def test_a_mistake_is_one_line(run, toys, tmp_path, recipe, words, message):
     (tmp_path / "twice.yaml").write_text("max_steps: 1\nmax_steps: 2\n")
     # PyYAML recognises UTF-16.
     (tmp_path / "unknown.yaml").write_text("learning_rat: 1", encoding="utf-16")
     (tmp_path / "factory.yaml").write_text("stage: sft\ncutoff_len: 64\nlora_rank: 8\nlearning_rate: 1.0e-4\n")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").touch()
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "some words to learn {n}"}}\n' for n in range(300)))
     if "wrong" in words:
-        train_tokenizer(["some words to learn from"] * 50, vocab_size=320).save_pretrained(tmp_path / "wrong")
-        toy_model(vocab_size=320).save_pretrained(tmp_path / "wrong")
+        shutil.copytree(toys / "dense", tmp_path / "wrong")
         path = tmp_path / "wrong/config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": -1}))
     status, output = run(recipe, *words)
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 2 and len(errors) == 1 and message in errors[0], output
     assert "Traceback" not in output and "usage:" not in output
+    # The corrected command starts in the same directory.
+    assert checkpoint_to_resume(arguments(tmp_path / "run")) is None
 
 
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):
@@ -211,6 +219,7 @@ def test_any_console_shows_a_sample(encoding, shown):
     assert output.decode(encoding).strip() == shown
 
 
+@pytest.mark.slow
 @needs_posix
 def test_a_crash_in_c_code_shows_the_python_line():
     code = "import ctypes; from hf_pretrain.runtime.command_line import one_line_errors\n"

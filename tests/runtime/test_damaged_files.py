@@ -132,6 +132,7 @@ def test_a_damaged_run_is_left_out_with_a_line(text, tmp_path, caplog):
         assert RunDirectory(tmp_path / "bad").launches == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream", "status"), [("/dev/full", 74), ("pipe", 141)])
 def test_a_lost_result_is_no_success(stream, status):
     code = "from hf_pretrain.runtime.command_line import one_line_errors, print_result\n"

@@ -151,6 +151,7 @@ print("FAULTS", *faults[3:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_MMAP_THRESHOLD_": "131072"}], ids=["default", "configured"])
 def test_a_step_reuses_memory(tmp_path, environment):

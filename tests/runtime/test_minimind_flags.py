@@ -36,48 +36,54 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
     assert "--preset minimind2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("stage", "line", "expected"),
-    [
-        ("sft", "--from_weight a --hidden_size 512 --save_weight b", "--output_dir out/b --model_name_or_path out/a"),
-        (
-            "sft",
-            "--lora_name medical --save_dir w",
-            "--output_dir w/medical --use_peft --lora_target_modules q_proj o_proj --lora_alpha 16",
-        ),
-        ("sft", "--epochs 2", "--num_train_epochs 2 --max_steps -1"),
-        ("dpo", "--ddp --save_strategy steps --log_interval 2", "--save_strategy steps --logging_steps 2"),
-        # MiniMind counts micro-batches.
-        ("dpo", "--accumulation_steps 4 --save_interval 10", "--gradient_accumulation_steps 4 --save_steps 2"),
-        ("sft", "--epochs 2 --max_steps 5", "--num_train_epochs 2 --max_steps 5"),
-        ("pretrain", "--hidden_size=512 --use_moe 1", f"--preset minimind3-moe {OVERRIDES}"),
-        (
-            "pretrain",
-            "--dim 96 --preset tiny --device cuda:0 --ddp",
-            "--preset tiny --config_overrides hidden_size=96",
-        ),
-        ("pretrain", "--from_resume 1 --use_compile 0", "--resume_from_checkpoint auto --torch_compile false"),
-        ("distill", "--alpha 0.3 --teacher_hidden_size 768", "--ce_weight 0.3"),
-        ("distill", "--from_teacher_weight t", "--teacher_name_or_path out/t"),
-        ("grpo", "--batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
-        (
-            "evaluate",
-            "--tasks tool_call --weight grpo --backend local --stream 1 --temperature 0 --max_seq_len 64 --epochs 2",
-            "--tasks tool_call --max_length 64 --num_train_epochs 2 --model_name_or_path out/grpo",
-        ),
-        ("grpo", "--num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
-        (
-            "chat",
-            "--load_from model --weight full_sft --hidden_size 768 --historys 4 --open_thinking 0 --top_p 0.9",
-            "--history 2 --think off --top_p 0.9 --model_name_or_path out/sft",
-        ),
-        ("serve", "--load_from out/a --use_moe 0 --lora_weight None", "--model_name_or_path out/a"),
-        ("serve", "--open_thinking 0 --device cpu", "--think off --use_cpu"),
-        ("dpo", "--batch_size 4 --beta 0.15", "--per_device_train_batch_size 4 --beta 0.15"),
-    ],
-)
-def test_flags_are_translated(stage, line, expected):
-    assert translate_minimind(line.split(), stage) == expected.split()
+# A command line of MiniMind in each stage, and what it means. MiniMind counts micro-batches.
+TRANSLATED = [
+    (
+        "sft --epochs 2 --from_weight a --hidden_size 512 --save_weight b",
+        "--num_train_epochs 2 --output_dir out/b --max_steps -1 --model_name_or_path out/a",
+    ),
+    (
+        "sft --epochs 2 --max_steps 5 --lora_name medical --save_dir w",
+        "--num_train_epochs 2 --max_steps 5 --output_dir w/medical --use_peft --lora_target_modules q_proj o_proj "
+        "--lora_alpha 16",
+    ),
+    (
+        "dpo --ddp --batch_size 4 --beta 0.15 --accumulation_steps 4 --save_interval 10 --log_interval 9",
+        "--per_device_train_batch_size 4 --beta 0.15 --gradient_accumulation_steps 4 --save_steps 2 --logging_steps 2",
+    ),
+    (
+        "pretrain --hidden_size=512 --use_moe 1 --log_interval 2",
+        f"--logging_steps 2 --preset minimind3-moe {OVERRIDES}",
+    ),
+    (
+        "pretrain --dim 96 --preset tiny --device cuda:0 --ddp --from_resume 1 --use_compile 0",
+        "--preset tiny --resume_from_checkpoint auto --torch_compile false --config_overrides hidden_size=96",
+    ),
+    (
+        "distill --alpha 0.3 --teacher_hidden_size 768 --from_teacher_weight t",
+        "--ce_weight 0.3 --teacher_name_or_path out/t",
+    ),
+    ("grpo --batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
+    ("grpo --num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
+    (
+        "evaluate --tasks tool_call --weight grpo --backend local --stream 1 --temperature 0 --max_seq_len 64",
+        "--tasks tool_call --max_length 64 --model_name_or_path out/grpo",
+    ),
+    (
+        "chat --load_from model --weight full_sft --hidden_size 768 --historys 4 --open_thinking 0 --top_p 0.9",
+        "--history 2 --think off --top_p 0.9 --model_name_or_path out/sft",
+    ),
+    (
+        "serve --load_from out/a --use_moe 0 --lora_weight None --open_thinking 0 --device cpu",
+        "--think off --use_cpu --model_name_or_path out/a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), TRANSLATED, ids=[line.split()[0] for line, _ in TRANSLATED])
+def test_flags_are_translated(line, expected):
+    stage, *flags = line.split()
+    assert translate_minimind(flags, stage) == expected.split()
 
 
 def test_an_adapter_is_found_by_its_name_and_a_file_of_minimind_is_named(tmp_path):
@@ -152,24 +158,21 @@ def test_every_replacement_is_a_flag_of_the_stage(stage):
     assert {word for word in used if word.startswith("--")} - known == set()
 
 
+@pytest.mark.documents
 def test_the_page_has_the_table():
     rows = "\n".join(runpy.run_path(str(ROOT / "docs/minimind_table.py"))["rows"]())
     assert rows in (ROOT / "docs/from-minimind.md").read_text(encoding="utf-8"), f"Paste:\n{rows}"
 
 
-WITH_FILE = "--config_file recipes/accelerate_configs/zero2.yaml"
-WITH_FLAGS = "--multi_gpu --mixed_precision=bf16 --deepspeed_config_file ds_configs/zero2.json"
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("flags", [WITH_FILE, WITH_FLAGS])
-def test_the_founding_command_runs(tmp_path, flags):
+def test_the_founding_command_runs(tmp_path):
     """Two ranks of accelerate, with fewer layers and steps."""
     rows = write_jsonl(tmp_path / "data.jsonl", [f"the river has {number} green stones" for number in range(400)])
     words = FOUNDING.replace("1024 --n_layers 32", "64 --n_layers 2").replace("steps 32", "steps 2")
     words += f" --data_path {rows} --vocab_size 320 --max_steps 2 --save_dir {tmp_path} --save_weight pretrain"
-    command = [str(BIN / "accelerate"), "launch", *flags.split(), "--num_processes=2"]
-    result = start([*command, f"--main_process_port={free_port()}", "recipes/pretrain.py", *words.split()])
+    flags = "--multi_gpu --mixed_precision=bf16 --deepspeed_config_file ds_configs/zero2.json --num_processes=2"
+    command = [str(BIN / "accelerate"), "launch", *flags.split(), f"--main_process_port={free_port()}"]
+    result = start([*command, "recipes/pretrain.py", *words.split()])
     assert result.returncode == 0, result.stdout[-3000:]
     config = json.loads((tmp_path / "pretrain/config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]) == (64, 2, 8)

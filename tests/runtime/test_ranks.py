@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.invariants.launching import ROOT
 
 
@@ -44,6 +46,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_the_first_process_of_each_machine_makes_it(tmp_path: Path):
     words = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     processes = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in (0, 1)]

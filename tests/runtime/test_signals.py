@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.toys import needs_posix
 
 
@@ -21,6 +23,7 @@ print("The rank went on.")
 """
 
 
+@pytest.mark.slow
 @needs_posix
 def test_a_rank_whose_launcher_is_gone_before_the_watch_begins_ends():
     # The rank holds the pipe, so this waits for its end.

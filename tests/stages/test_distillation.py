@@ -1,9 +1,5 @@
 """Distillation compared with its written-out formula; its teachers."""
 
-import json
-import random
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -14,9 +10,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.gguf import FILE_NAME
-from tests.invariants.launching import ROOT, launcher_command, start
-from tests.invariants.test_launchers_agree import DEEPSPEED, workspace  # noqa: F401
-from tests.toys import LikeMPS, check_start_of_workers, write_jsonl
+from tests.toys import LikeMPS, check_start_of_workers
 from tests.trainers import make_documents, make_model, make_trainer, pack, train
 from tests.trainers import written_out_loss as cross_entropy_and_router_loss
 
@@ -199,45 +193,6 @@ def test_a_teacher_is_loaded_with_its_tokenizer_checked(tmp_path):
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         DistillationArguments(**{"teacher_name_or_path": "teacher"} | arguments)
-
-
-# Recipe
-
-
-@pytest.mark.distributed
-def test_losses_agree_under_every_launcher(workspace, tmp_path):  # noqa: F811
-    """On packed rows. ZeRO-3 must not shard the teacher."""
-    generator = random.Random(1)
-    words = ["river", "stone", "green", "light", "walks", "under"]
-    texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(40)]
-    write_jsonl(tmp_path / "train.jsonl", texts)
-
-    def launch(launcher: str, *more: str) -> list[dict]:
-        batch = ["4", "1"] if launcher == "python" else ["1", "2"]
-        output_dir = tmp_path / launcher
-        arguments = [
-            *("--model_name_or_path", str(workspace / "moe"), "--teacher_name_or_path", str(workspace / "dense")),
-            *("--dataset_name", str(tmp_path / "train.jsonl"), "--dataset_kind", "text"),
-            *("--validation_fraction", "0.2", "--max_length", "32"),
-            *("--per_device_train_batch_size", batch[0], "--gradient_accumulation_steps", batch[1]),
-            *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1", "--max_steps", "4"),
-            *("--save_strategy", "no", "--bf16", "false", "--disable_tqdm", "true", "--learning_rate", "1e-2"),
-            *("--output_dir", str(output_dir), "--eval_strategy", "no", "--eval_on_start", "false", *more),
-        ]
-        result = start([*launcher_command(launcher), str(ROOT / "recipes/distill.py"), *arguments])
-        assert result.returncode == 0, result.stdout[-4000:]
-        return json.loads(Path(output_dir, "trainer_state.json").read_text())["log_history"]
-
-    reference = launch("python")
-    for way in (("torchrun",), ("deepspeed", *DEEPSPEED["zero3"])):
-        for entry, expected in zip(launch(*way), reference, strict=True):
-            for key in ("loss", "ce_loss", "kl_loss", "aux_loss", "eval_loss", "eval_kl"):
-                assert (key in entry) == (key in expected)
-                if key in expected:
-                    assert entry[key] == pytest.approx(expected[key], abs=1e-5), (key, way)
-            if "grad_norm" in expected:
-                assert entry["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4), way
-    assert reference[-1]["eval_kl"] > 0
 
 
 def test_a_term_that_two_trainers_take_has_one_digest(tmp_path):

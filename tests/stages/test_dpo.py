@@ -1,13 +1,12 @@
 """DPO compared with its written-out formula, its router loss, and the files of a run."""
 
 import copy
-import json
 import math
+import re
 
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.rows.preference_pairs import prepare_pairs
@@ -16,8 +15,8 @@ from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
-from tests.invariants.launching import ROOT, launcher_command, start
-from tests.toys import EXPERTS, LikeMPS, check_start_of_workers, write_jsonl
+from tests.invariants.launching import ROOT
+from tests.toys import EXPERTS, LikeMPS, check_start_of_workers
 from tests.trainers import ARGUMENTS, frozen, written_out_loss
 
 
@@ -218,40 +217,24 @@ def test_a_template_that_marks_only_the_last_answer(tokenizer):
     assert answers == ["four<|im_end|>", "no<|im_end|>"]
 
 
-@pytest.mark.distributed
-def test_the_recipe_trains_an_adapter_and_reports_it(build_model, tokenizer, tmp_path):
-    build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "toy")
-    tokenizer.save_pretrained(tmp_path / "toy")
-    write_jsonl(tmp_path / "pairs.jsonl", RECORDS)
-    command = [
-        *(*launcher_command("python"), str(ROOT / "recipes/dpo.py"), "--use_cpu", "--bf16", "false"),
-        *("--model_name_or_path", str(tmp_path / "toy"), "--dataset_name", str(tmp_path / "pairs.jsonl")),
-        *("--logging_steps", "1", "--per_device_train_batch_size", "2", "--learning_rate", "1e-2"),
-    ]
-    output = [*("--output_dir", str(tmp_path / "run"), "--save_strategy", "no", "--max_steps", "2")]
-    evaluation = ["--validation_fraction", "0.25", "--eval_strategy", "steps", "--eval_steps", "1"]
-    result = start([*command, *output, *evaluation, "--beta", "0.2", "--use_peft", "--lora_r", "4"])
-    assert result.returncode == 0, result.stdout[-3000:]
-    history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
-    assert sum("loss" in entry for entry in history) == 2
-    assert {path.name for path in (tmp_path / "run").glob("*.safetensors")} == {"adapter_model.safetensors"}
+def test_two_ranks_train_an_adapter_and_report_it(trained):
+    run = trained("dpo-torchrun")
+    assert {path.name for path in run.directory.glob("*.safetensors")} == {"adapter_model.safetensors"}
     # B starts at zero, so the adapter is trained. The first loss is log 2: the reference has no adapter.
-    trained = load_file(tmp_path / "run/adapter_model.safetensors")
-    assert all(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
-    first = next(entry["loss"] for entry in history if "loss" in entry)
-    assert first == pytest.approx(math.log(2), abs=1e-6)
+    assert all(weight.abs().max() > 0 for name, weight in run.weights.items() if "lora_B" in name)
+    assert len(run.series("loss")) == 4 and run.series("loss")[0] == pytest.approx(math.log(2), abs=1e-6)
     # Each evaluation answers the same questions, and the page has the loss of the algorithm, the memory and the time.
-    run = read_run(tmp_path / "run")
-    questions = [[question for question, _ in answers] for answers in run.samples.values()]
-    assert set(run.samples) == {0, 1, 2} and questions[0] == questions[1] == questions[2]
-    assert set(questions[0]) <= {prompt for prompt, *_ in TEXTS}
-    assert run.loss_unit == "DPO" and run.last("peak_memory_gib") > 0.1
-    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert "Loss over minutes" in page and f"{run.last('eval_loss'):.4f} DPO" in page
+    history = read_run(run.directory)
+    questions = [[question for question, _ in answers] for answers in history.samples.values()]
+    assert set(history.samples) == {0, 2, 4} and questions[0] == questions[1] == questions[2]
+    assert questions[0] and all(re.fullmatch(r"\d+\?", question) for question in questions[0])
+    assert history.loss_unit == "DPO" and history.last("peak_memory_gib") > 0.1
+    page = run.text("report.html")
+    assert "Loss over minutes" in page and f"{history.last('eval_loss'):.4f} DPO" in page
 
 
-def test_the_card_of_a_checkpoint_names_the_run(build_trainer, tmp_path):
+@pytest.mark.parametrize("name", ["dpo", "judge", "grpo"])
+def test_the_card_of_a_checkpoint_names_the_run(trained, name):
     """TRL writes a card before each checkpoint, while Trainer sees another directory."""
-    build_trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
-    assert "# run\n" in (tmp_path / "run/README.md").read_text(encoding="utf-8")
-    assert not list((tmp_path / "run/checkpoint-1").glob("README.md"))
+    run = trained(name)
+    assert f"# {name}\n" in run.text("README.md") and not list(run.directory.glob("checkpoint-*/README.md"))

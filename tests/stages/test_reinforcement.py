@@ -1,6 +1,5 @@
 """GRPO and RLOO on toy models: what moves, the reference model, tools, MiniMind's losses, and the recipe."""
 
-import json
 import math
 import re
 import shlex
@@ -24,13 +23,11 @@ from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.hub_server import HubServer
-from tests.invariants.launching import ROOT, launcher_command, start
+from tests.invariants.launching import ROOT
+from tests.matrix import COMMON, TASKS, call
 from tests.rollouts import make_model, toy_tasks, toy_trainer
 from tests.toys import EXPERTS, LikeMPS, check_start_of_workers
 from tests.trainers import frozen
-
-
-RECIPE = str(ROOT / "recipes/grpo.py")
 
 
 @pytest.mark.parametrize(
@@ -325,76 +322,50 @@ def test_the_documented_command_has_the_gradients_of_minimind(tokenizer, tmp_pat
     assert torch.dist(ours, theirs) > 0.05 * theirs.norm()
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory, tokenizer):
-    path = tmp_path_factory.mktemp("grpo")
-    make_model(num_experts=4).save_pretrained(path / "toy")
-    tokenizer.save_pretrained(path / "toy")
-    lines = [json.dumps({"prompt": f"What is {n} + 30?", "solution": [str(n + 30)]}) for n in range(24)]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
-
-
-def recipe_arguments(workspace, output_dir: str, *flags: str) -> list[str]:
-    return [
-        *("--model_name_or_path", str(workspace / "toy"), "--dataset_name", str(workspace / "tasks.jsonl")),
-        *("--rewards", "length", "arithmetic", "--output_dir", str(workspace / output_dir), "--max_steps", "2"),
-        *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4", "--num_generations", "2"),
-        *("--max_completion_length", "8", "--logging_steps", "1", "--validation_fraction", "0.2"),
-        *("--save_strategy", "no", "--eval_strategy", "no", "--bf16", "false", "--learning_rate", "1e-2", *flags),
-    ]
-
-
-def log_of(workspace, output_dir: str) -> list[dict]:
-    return json.loads((workspace / output_dir / "trainer_state.json").read_text())["log_history"]
-
-
-def test_the_recipe_saves_pushes_and_reports(workspace):
-    with HubServer() as server:
-        flags = ("--save_strategy", "steps", "--max_steps", "4", "--push_to_hub", "--hub_model_id", "user/toy")
-        command = [*launcher_command("python"), RECIPE, *recipe_arguments(workspace, "whole", *flags)]
-        whole = start(command, **server.client_environment())
-        assert whole.returncode == 0, whole.stdout[-3000:]
-        pushed = dict(server.repos["user/toy"].files)
-    run = workspace / "whole"
+def test_a_run_saves_and_reports(trained):
+    run = trained("grpo")
     expected = {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py"}
-    assert expected <= {path.name for path in run.iterdir()} and expected <= pushed.keys()
-    assert not list(run.rglob("training_args.bin"))
-    assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
-    (held_out,) = [entry["eval_reward"] for entry in log_of(workspace, "whole") if "eval_reward" in entry]
-    assert f"Mean reward        {held_out:.4f}" in whole.stdout and "Validation loss" not in whole.stdout
+    assert expected <= {path.name for path in run.directory.iterdir()}
+    held_out = run.series("eval_reward")[-1]
+    assert f"Mean reward        {held_out:.4f}" in run.output and "Validation loss" not in run.output
     # A generation batch of four completions has two prompts.
-    assert whole.stdout.count("Sample ") == 2
-    recorded = read_run(run)
+    assert run.output.count("Sample ") == 2
+    recorded = read_run(run.directory)
     samples = list(recorded.samples.values())[-1]
-    assert len(samples) == 2 and all(re.fullmatch(r"What is \d+ \+ 30\?", question) for question, _ in samples)
-    page = (run / "report.html").read_text(encoding="utf-8")
+    assert len(samples) == 2 and all(re.fullmatch(r"\d+\?", question) for question, _ in samples)
+    page = run.text("report.html")
     for title in ("Reward over tokens", "Reward over minutes", "Loss over tokens", "Completion length", "Memory"):
         assert f'<figcaption><span lang="en">{title}</span>' in page
     assert recorded.loss_unit == "GRPO" and samples[0][0] in page
-    card = pushed["README.md"].decode()
+    card = run.text("README.md")
     assert "made with hf_pretrain. Reinforcement (grpo, dapo loss)" in card
-    assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: length, arithmetic" in card
+    assert f"| mean reward | {held_out:.4f} |" in card and "- Rewards: length" in card
     assert "validation loss" not in card and "trl" not in card.lower()
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_two_processes_share_the_groups_under_every_launcher(workspace, launcher):
-    flags = ["--beta", "0.1", "--gradient_accumulation_steps", "2", "--use_cpu"]
-    if launcher == "torchrun":
-        flags += ["--algorithm", "rloo"]
-    else:
-        flags += ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
-    result = start([*launcher_command(launcher), RECIPE, *recipe_arguments(workspace, launcher, *flags)])
-    assert result.returncode == 0, result.stdout[-3000:]
-    history = [entry for entry in log_of(workspace, launcher) if "reward" in entry]
-    assert len(history) == 2 and all({"aux_loss", "kl"} <= entry.keys() for entry in history)
-    assert "2 process(es) on CPU" in result.stdout and result.stdout.count("Mean reward") == 1
-    weights = load_file(workspace / launcher / "model.safetensors")
-    assert any(
-        (weights[name] != value).any() for name, value in load_file(workspace / "toy/model.safetensors").items()
+def test_grpo_takes_a_trained_reward_model_and_pushes_what_belongs_to_its_own(toys, trained, tmp_path):
+    # The report of the reward model prints its directory so.
+    rewards = re.search("hf-pretrain grpo (--rewards judge) ", trained("judge").output)[1]
+    flags = (
+        f"{COMMON} {TASKS} {rewards} --model_name_or_path dense --max_steps 2 --push_to_hub --hub_model_id user/toy"
     )
+    with HubServer() as server:
+        call(toys, "python", "grpo", f"{flags} --output_dir {tmp_path}/run", **server.client_environment())
+        pushed = server.repos["user/toy"].files
+    assert len(read_run(tmp_path / "run").series("rewards/judge/mean")[1]) == 2
+    assert {"model.safetensors", "config.json", "tokenizer.json", "modeling_minimind.py", "README.md"} <= pushed.keys()
+    assert not [name for name in pushed if "/" in name or name.endswith((".bin", ".pt", ".parquet"))]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["rloo-torchrun", "grpo-zero3"])
+def test_two_processes_share_the_groups_under_every_launcher(trained, toys, name):
+    run = trained(name)
+    history = [entry for entry in run.log if "reward" in entry]
+    assert len(history) == 4 and all({"aux_loss", "kl"} <= entry.keys() for entry in history)
+    assert "2 process(es) on CPU" in run.output and run.output.count("Mean reward") == 1
+    before, weights = load_file(toys / "moe/model.safetensors"), run.weights
+    assert any((weights[name] != value).any() for name, value in before.items())
 
 
 def test_a_typed_flag_without_effect_is_refused_whatever_its_value(tmp_path, monkeypatch):

@@ -1,8 +1,5 @@
 """Reward models: TRL's loss written out, the texts that GRPO scores, and a run whose result GRPO takes."""
 
-import json
-import sys
-
 import pytest
 import torch
 from datasets import Dataset
@@ -14,8 +11,7 @@ from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 from hf_pretrain.tokenizer.rendering import set_template
 from hf_pretrain.tokenizer.training import train_tokenizer
-from tests.invariants.launching import ROOT, start
-from tests.toys import toy_model, write_jsonl
+from tests.toys import toy_model
 
 
 RECORDS = [
@@ -67,30 +63,13 @@ def test_a_sharded_reward_model_is_refused(tmp_path, name):
         RewardTrainingArguments(str(tmp_path), use_cpu=True, **{name: 2})
 
 
-@pytest.mark.slow
-def test_grpo_takes_a_trained_reward_model(tokenizer, tmp_path):
-    toy_model(vocab_size=320, max_position_embeddings=256).save_pretrained(tmp_path / "toy")
-    tokenizer.save_pretrained(tmp_path / "toy")
-    pairs = write_jsonl(
-        tmp_path / "pairs.jsonl", [{**record, "prompt": f"{n}"} for n in range(20) for record in RECORDS]
-    )
-    tasks = write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": f"one {n}"} for n in range(8)])
-    common = ["--use_cpu", "--bf16", "false", "--model_name_or_path", str(tmp_path / "toy"), "--report_to", "none"]
-    common += ["--validation_fraction", "0.2", "--max_steps"]
-    judge = ["20", "--dataset_name", pairs, "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "judge")]
-    result = start([sys.executable, str(ROOT / "recipes/reward.py"), *common, *judge])
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert f"hf-pretrain grpo --rewards {tmp_path}/judge --model_name_or_path {tmp_path}/toy" in result.stdout
-    policy = ["1", "--dataset_name", tasks, "--rewards", str(tmp_path / "judge"), "--num_generations", "2"]
-    policy += ["--per_device_train_batch_size", "4", "--max_completion_length", "4", "--logging_steps", "1"]
-    policy += ["--log_completions", "true", "--output_dir", str(tmp_path / "grpo")]
-    result = start([sys.executable, str(ROOT / "recipes/grpo.py"), *common, *policy])
-    assert result.returncode == 0, result.stdout[-3000:]
-    history = json.loads((tmp_path / "grpo/trainer_state.json").read_text())["log_history"]
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
-    loaded = AutoTokenizer.from_pretrained(tmp_path / "judge")
-    texts = [[{"role": "user", "content": "9"}, {"role": "assistant", "content": text}] for text in ("six", "a b c")]
+def test_a_trained_reward_model_prefers_the_chosen_answers(trained):
+    judge = trained("judge")
+    model = AutoModelForSequenceClassification.from_pretrained(judge.directory)
+    loaded = AutoTokenizer.from_pretrained(judge.directory)
+    texts = [[{"role": "user", "content": "9?"}, {"role": "assistant", "content": text}] for text in ("yes", "no")]
     scores = [
         model(**loaded.apply_chat_template(text, return_dict=True, return_tensors="pt")).logits for text in texts
     ]
-    assert scores[0] > scores[1] and any("reward" in entry for entry in history)
+    assert scores[0] > scores[1] and judge.series("eval_loss")[-1] < judge.series("eval_loss")[0]
+    assert "hf-pretrain grpo --rewards judge --model_name_or_path dense" in judge.output

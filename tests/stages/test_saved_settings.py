@@ -7,36 +7,20 @@ import sys
 import pytest
 
 from hf_pretrain import MiniMindForCausalLM, MiniMindModel
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
-from tests.toys import EXPERTS, toy_model, write_jsonl
 
 
-RECORD = {"text": "The sky is blue.", "prompt": "Sky?", "completion": "Blue.", "chosen": "Blue.", "rejected": "Red."}
 ONLINE = ["--rewards", "tests.rollouts:long_reward"]
 ONLINE += ["--max_completion_length", "4", "--num_generations", "2"]
+DATA = {"pretrain": "train", "sft": "chats", "distill": "chats", "dpo": "pairs", "grpo": "tasks"}
 STAGES = {
     "pretrain": ["pretrain", "--activation_checkpointing"],
     "sft": ["sft", "--use_peft"],
-    "distill": ["distill", "--teacher_name_or_path", "toy"],
+    "distill": ["distill", "--teacher_name_or_path", "dense"],
     "dpo": ["dpo", "--activation_checkpointing"],
     "grpo": ["grpo", "--activation_checkpointing", "--beta", "0.1", *ONLINE],
     "rloo": ["grpo", "--algorithm", "rloo", *ONLINE],
 }
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    """Return a directory with a toy model, and one file of records for each stage."""
-    path = tmp_path_factory.mktemp("settings")
-    tokenizer = train_tokenizer(list(RECORD.values()) * 9, vocab_size=320)
-    toy_model(vocab_size=320, **EXPERTS).save_pretrained(path / "toy")
-    tokenizer.save_pretrained(path / "toy")
-    fields = {"pretrain": ["text"], "sft": ["prompt", "completion"], "dpo": ["prompt", "chosen", "rejected"]}
-    for recipe, names in (fields | {"distill": fields["sft"], "grpo": ["prompt"]}).items():
-        records = [{name: f"{RECORD[name]} {number}" for name in names} for number in range(12)]
-        write_jsonl(path / f"{recipe}.jsonl", records)
-    return path
 
 
 @pytest.fixture
@@ -63,10 +47,17 @@ def uses(monkeypatch) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_saves_the_config_that_it_was_given(stage, workspace, uses, monkeypatch):
+def test_a_stage_saves_the_config_that_it_was_given(stage, toys, uses, monkeypatch, tmp_path):
     recipe, *flags = STAGES[stage]
-    monkeypatch.chdir(workspace)
-    arguments = ["--model_name_or_path", "toy", "--dataset_name", f"{recipe}.jsonl", "--output_dir", stage]
+    monkeypatch.chdir(toys)
+    arguments = [
+        "--model_name_or_path",
+        "moe",
+        "--dataset_name",
+        f"{DATA[recipe]}.jsonl",
+        "--output_dir",
+        str(tmp_path),
+    ]
     arguments += ["--max_steps", "1", "--per_device_train_batch_size", "2", "--bf16", "false", "--use_cpu"]
     arguments += ["--validation_fraction", "0.3", "--report_to", "none", "--save_strategy", "no", *flags]
     arguments += ["--max_length", "64"] if recipe != "grpo" else []
@@ -77,6 +68,6 @@ def test_a_stage_saves_the_config_that_it_was_given(stage, workspace, uses, monk
     assert set(uses) == {(False, False), (True, True)}
     if "--use_peft" in flags:
         return
-    saved, given = (json.loads((workspace / name / "config.json").read_text()) for name in (stage, "toy"))
+    saved, given = (json.loads((path / "config.json").read_text()) for path in (tmp_path, toys / "moe"))
     assert saved == given and given["use_cache"] is True
-    assert json.loads((workspace / stage / "generation_config.json").read_text()).get("use_cache") is not False
+    assert json.loads((tmp_path / "generation_config.json").read_text()).get("use_cache") is not False

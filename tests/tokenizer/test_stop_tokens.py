@@ -79,6 +79,7 @@ def test_the_end_of_a_turn_is_found_in_templates(template, end):
         assert model.generation_config.eos_token_id == (tokens if len(tokens) > 1 else EOS)
 
 
+@pytest.mark.slow
 def test_chat_and_evaluation_stop_at_the_end_of_the_turn(loaded):
     model, tokenizer = loaded
     chat = Chat(model, tokenizer, {"temperature": 0, "max_new_tokens": 60})
@@ -89,12 +90,14 @@ def test_chat_and_evaluation_stop_at_the_end_of_the_turn(loaded):
     assert figures["eval_ended_answers"] == 1 and figures["eval_answer_tokens"] < 30
 
 
+@pytest.mark.slow
 def test_the_server_says_why_an_answer_ended(base):
     with served(base) as client:
         answer = ask(client, SUM[:1], max_tokens=60)
     assert texts(answer, stream=False) == ("add them", "It is four.") and answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["minimind", "llama", "gguf"])
 def test_exports_stop_at_the_end_of_the_turn(base, tmp_path, format):
     """`convert` loads the model without its tokenizer."""
@@ -123,6 +126,7 @@ def test_a_run_saves_both_tokens(base, tmp_path):
         assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == [EOS, END]
 
 
+@pytest.mark.slow
 def test_reinforcement_ends_completions_at_the_end_of_the_turn(loaded, tmp_path):
     model, tokenizer = loaded
     tasks = Dataset.from_dict({"prompt": [SUM[:1]] * 4})

@@ -15,7 +15,6 @@ from hf_pretrain.runtime.command_line import quiet_libraries
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.callbacks import AddedFigures
 from hf_pretrain.training.run import train_and_evaluate
-from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.trainers import make_documents, make_trainer
 
 
@@ -152,9 +151,3 @@ def test_other_validation_data_are_refused(tmp_path):
     for eval_rows in (other, {"a": rows, "b": other}):
         with pytest.raises(UserError, match="its validation data differed"):
             train(eval_rows, **best)
-
-
-def test_a_best_model_needs_evaluations(tmp_path):
-    given = {"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no", "use_cpu": True}
-    with pytest.raises(UserError, match="has no evaluations to choose by"):
-        LMTrainingArguments(output_dir=str(tmp_path), **given)

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +22,9 @@ from hf_pretrain.training.callbacks import LogLinesCallback
 from hf_pretrain.training.run import Run, train_and_evaluate
 from hf_pretrain.training.settling import TrainerData, settle
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from tests.invariants.launching import ROOT, start
-from tests.toys import toy_model, write_jsonl
+from tests.matrix import call
+from tests.toys import toy_model
 from tests.trainers import AtStep, make_run_trainer
-
-
-WORDS = ["--max_length", "32", "--use_cpu", "--bf16", "false", "--report_to", "none"]
-SIZES = ["--vocab_size", "300", "--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4"]
 
 
 def test_numbers_of_tokens():
@@ -54,22 +49,8 @@ def test_names_of_validation_sets():
         name_eval_sets(["a/test.jsonl", "b/test.jsonl"], [])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Return the directory of a run with a budget of tokens and two validation sets, and its output."""
-    path = tmp_path_factory.mktemp("run")
-    names = ("train", "news", "code")
-    data = {name: write_jsonl(path / f"{name}.jsonl", (f"{name} {i} rivers run" for i in range(40))) for name in names}
-    words = ["--dataset_name", data["train"], "--eval_dataset_name", data["news"], data["code"], *WORDS, *SIZES]
-    words += ["--max_tokens", "2K", "--eval_steps", "0.5", "--per_device_train_batch_size", "8"]
-    words += ["--eval_on_start", "--output_dir", str(path / "out")]
-    result = start([sys.executable, str(ROOT / "recipes/pretrain.py"), *words])
-    assert result.returncode == 0, result.stdout
-    return path / "out", result.stdout
-
-
-def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(run):
-    state = json.loads((run[0] / "trainer_state.json").read_text())
+def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(trained):
+    state = json.loads(trained("pretrain-budget").text("trainer_state.json"))
     per_step = state["num_input_tokens_seen"] / state["global_step"]
     assert 2000 <= state["num_input_tokens_seen"] < 2000 + per_step and state["global_step"] == state["max_steps"]
 
@@ -91,25 +72,21 @@ def test_a_budget_counts_the_rows_of_a_stream_in_full_and_none_that_drop_last_le
         assert (args.num_train_epochs, args.max_steps) == pytest.approx(expected)
 
 
-def test_own_validation_data_are_whole_and_have_their_own_figures(run):
-    directory, output = run
-    assert "Training: 40 documents" in output and "Validation code: 40 documents" in output
-    log = json.loads((directory / "trainer_state.json").read_text())["log_history"]
-    news, code = (
-        [entry[f"eval_{name}_loss"] for entry in log if f"eval_{name}_loss" in entry] for name in ("news", "code")
-    )
+def test_own_validation_data_are_whole_and_have_their_own_figures(trained, toys):
+    run = trained("pretrain-budget")
+    assert "Training: 60 documents" in run.output and "Validation code: 40 documents" in run.output
+    news, code = (run.series(f"eval_{name}_loss") for name in ("news", "code"))
     assert len(news) == len(code) == 3 and not set(news) & set(code)
     # The first set is the one that chooses, and the one of the report.
-    assert [entry["eval_loss"] for entry in log if "eval_loss" in entry] == news
-    assert f"Validation loss    {news[-1]:.4f} nats per token ({news[0]:.4f} before)" in output
+    assert run.series("eval_loss") == news
+    assert f"Validation loss    {news[-1]:.4f} nats per token ({news[0]:.4f} before)" in run.output
     change = f"{code[-1]:.4f} ({code[0]:.4f} before)"
-    assert f"Loss on code       {change}" in output
-    page = re.sub("<[^>]*>", "", (directory / "report.html").read_text())
+    assert f"Loss on code       {change}" in run.output
+    page = re.sub("<[^>]*>", "", run.text("report.html"))
     assert "loss on code" in page and change in page
-    words = ["--model_name_or_path", str(directory), "--eval_dataset_name", str(directory.parent / "code.jsonl")]
-    result = start([sys.executable, str(ROOT / "recipes/evaluate.py"), *words, *WORDS])
-    assert result.returncode == 0, result.stdout
-    results = json.loads((directory / "evaluation.json").read_text())
+    flags = "--model_name_or_path pretrain-budget --eval_dataset_name code.jsonl --max_length 32"
+    call(toys, "python", "evaluate", f"{flags} --use_cpu --bf16 false")
+    results = json.loads(run.text("evaluation.json"))
     assert results["held_out"]["eval_loss"] == pytest.approx(code[-1], abs=1e-6)
     assert "text of code.jsonl in sequences of 32: 40 documents" in results["data"]
 
@@ -195,16 +172,3 @@ def test_the_schedule_ends_with_the_time(tmp_path, monkeypatch, restored):
         assert resumed.state.global_step == 20
         falling = rates(resumed)
         assert falling == sorted(falling, reverse=True) and 1e-4 < falling[-1] < 1.2e-4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_tokens": "2B", "tokens_per_parameter": 20.0}, "exclude each other"),
-        ({"max_minutes": 5.0, "warmup_steps": 10}, "must be a share below 1 with --max_minutes"),
-        ({"max_minutes": 0.0}, "--max_minutes 0.0 must be above 0"),
-    ],
-)
-def test_wrong_budgets(tmp_path, arguments, message):
-    with pytest.raises(UserError, match=message):
-        make_run_trainer(tmp_path, **arguments)

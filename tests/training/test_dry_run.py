@@ -10,8 +10,7 @@ from hf_pretrain.runtime.texts import translation
 from hf_pretrain.training.dry_run import _describe_memory, format_plan
 from hf_pretrain.training.measurements import peak_memory_bytes
 from hf_pretrain.training.settling import settle_dry_run
-from tests.invariants.launching import ROOT, launcher_command
-from tests.test_recipes import start
+from tests.matrix import TEXTS, ZERO, call
 from tests.toys import write_jsonl
 from tests.trainers import make_run_trainer
 
@@ -54,45 +53,29 @@ def test_the_plan_names_the_memory_of_an_apple_gpu(tmp_path, monkeypatch):
     assert re.search(r"; \d+\.\d GiB of the memory that GPU and CPU share are free$", text)
 
 
-WORDS = ["--max_length", "32", "--use_cpu", "--bf16", "false", "--vocab_size", "300", "--report_to", "none"]
-WORDS += ["--config_overrides", "hidden_size=32,num_hidden_layers=1,num_attention_heads=4", "--dry_run"]
-WORDS += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
-
-
-def plan_recipe(tmp_path, texts: list[str], *words: str, launcher: str = "python") -> str:
+def plan_recipe(toys, tmp_path, launcher: str, flags: str) -> str:
     """Return the output of a dry run of the recipe, which leaves no output directory."""
-    data = write_jsonl(tmp_path / "a.jsonl", texts)
-    words = ("--dataset_name", data, "--output_dir", str(tmp_path / "out"), *WORDS, *words)
-    result = start([*launcher_command(launcher), str(ROOT / "recipes/pretrain.py"), *words])
-    assert result.returncode == 0, result.stdout
+    flags = f"{TEXTS} --use_cpu --bf16 false --report_to none --dry_run --output_dir {tmp_path}/out {flags}"
+    flags += " --per_device_train_batch_size 2 --gradient_accumulation_steps 3"
+    output = call(toys, launcher, "pretrain", flags)
     assert not (tmp_path / "out").exists()
-    return result.stdout
+    return output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(("launcher", "flags"), [("torchrun", ""), ("deepspeed", f"{ZERO}3.json")])
 @pytest.mark.distributed
-def test_two_ranks_plan_together(tmp_path, launcher):
-    words = ["--deepspeed", str(ROOT / "ds_configs/zero3.json")] if launcher == "deepspeed" else []
-    texts = [f"{number} is a number, {number + 1} the next." for number in range(60)]
-    plan = plan_recipe(tmp_path, texts, "--max_steps", "200", *words, launcher=launcher)
+def test_two_ranks_plan_together(toys, tmp_path, launcher, flags):
     # Two processes, each with three batches of two rows.
-    assert "200 of 12 sequences each" in plan
+    assert "200 of 12 sequences each" in plan_recipe(toys, tmp_path, launcher, f"--max_steps 200 {flags}")
 
 
-def test_a_stream_is_planned_without_its_length(tmp_path):
+def test_a_stream_is_planned_without_its_length(toys, tmp_path):
     texts = [" ".join(f"{number} is a number." for number in range(start, start + 300)) for start in range(20)]
-    plan = plan_recipe(tmp_path, texts, "--max_steps", "40", "--streaming")
+    data = write_jsonl(tmp_path / "a.jsonl", texts)
+    plan = plan_recipe(toys, tmp_path, "python", f"--dataset_name {data} --max_steps 40 --streaming")
     assert field(plan, "Steps") == "40 of 6 sequences each, streamed"
     # Almost all rows are full.
     tokens = int(re.match(r"about ([\d,]+)", field(plan, "Tokens"))[1].replace(",", ""))
     assert tokens == pytest.approx(40 * 6 * 32, rel=0.03)
     for label in ("Model", "Data", "Optimizer", "Memory", "Time", "Disk", "Files"):
         assert field(plan, label)
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path):
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/file").touch()
-    words = ["--output_dir", str(tmp_path / "used"), "--use_cpu", "--dry_run", "--max_steps", "5"]
-    result = start([*launcher_command("python"), str(ROOT / "recipes/pretrain.py"), *words])
-    assert result.returncode != 0 and "is not empty" in result.stdout

@@ -121,6 +121,7 @@ def test_the_estimate_bounds_measured_peaks(preset, rows, peak_gib):
     assert fitting_micro_batch(config, free=1.4 * peak_gib * GIB / 0.8, **sizes) >= rows
 
 
+@pytest.mark.documents
 @pytest.mark.parametrize("preset", ["0.5B", "1B"])
 def test_the_documented_plans_of_the_large_presets(preset):
     fields = read_config(RECIPES / preset / "pretrain.yaml")

@@ -125,6 +125,7 @@ def test_ranks_gather_contiguous_updates(monkeypatch, shape):
     assert [part.is_contiguous() for pair in sent for part in pair] == [True, True]
 
 
+@pytest.mark.slow
 def test_deepspeeds_weight_decay_equals_ours():
     """The matrix is wide, so that the two scales of an update differ clearly: 0.2 * sqrt(512) is 4.5."""
     for build_optimizer in (partial(Muon, lr=0.01), partial(deepspeed_muon, betas=(0.9, 0.95), eps=1e-8)):

@@ -166,6 +166,7 @@ for _ in loader:
 """
 
 
+@pytest.mark.slow
 def test_a_busy_worker_does_not_keep_a_failed_run_from_ending():
     words = [sys.executable, "-c", BUSY_WORKER]
     result = start(words, timeout=60)

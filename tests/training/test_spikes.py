@@ -22,10 +22,12 @@ NOISE_STEP, NUM_STEPS = 140, 150
 NOISE = torch.randint(3, 64, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-@pytest.fixture(autouse=True)
-def forgets_the_first_steps(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def forgets_the_first_steps():
     """Steps in which a toy model learns fast are no measure of the later ones."""
-    monkeypatch.setattr(spikes_module, "WINDOW", 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spikes_module, "WINDOW", 60)
+        yield
 
 
 def easy_rows(noise: list[int] | None = None) -> list[dict]:
@@ -110,20 +112,31 @@ def test_the_report_changes_no_update(tmp_path, monkeypatch):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("optim_preset", ["adamw", "muon"])
-def test_a_skipped_step_changes_no_weight(tmp_path, optim_preset):
-    weights = Weights(NOISE_STEP - 1, NOISE_STEP, NOISE_STEP + 1)
-    spikes = run(tmp_path, easy_rows(NOISE), weights, skip_spikes=True, optim_preset=optim_preset)[1]
+NEAR = (NOISE_STEP - 1, NOISE_STEP, NOISE_STEP + 1)
+SKIPPING = {"skip_spikes": True, "save_strategy": "steps", "save_steps": NOISE_STEP - 3}
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory):
+    """Return the trainer and the weights of a run that skips the step with the noise. It saves a checkpoint before."""
+    weights = Weights(*NEAR, NUM_STEPS)
+    trainer, spikes = run(tmp_path_factory.mktemp("skipping"), easy_rows(NOISE), weights, **SKIPPING)
     assert [(spike["step"], spike["skipped"]) for spike in spikes] == [(NOISE_STEP, True)]
-    before, at, after = weights.found.values()
-    assert torch.equal(before, at) and not torch.equal(at, after)
+    return trainer, weights.found
 
 
-def test_a_skipped_step_is_as_if_its_rows_were_not_there(tmp_path):
+def test_a_skipped_step_changes_no_weight(tmp_path, skipping):
+    muon = Weights(*NEAR)
+    spikes = run(tmp_path, easy_rows(NOISE), muon, skip_spikes=True, optim_preset="muon")[1]
+    assert [(spike["step"], spike["skipped"]) for spike in spikes] == [(NOISE_STEP, True)]
+    for found in (skipping[1], muon.found):
+        before, at, after = (found[step] for step in NEAR)
+        assert torch.equal(before, at) and not torch.equal(at, after)
+
+
+def test_a_skipped_step_is_as_if_its_rows_were_not_there(tmp_path, skipping):
     """Compare with a loop that leaves the step out, without momentum from it. The learning rate is constant."""
-    weights = Weights(NUM_STEPS)
-    trainer, spikes = run(tmp_path, easy_rows(NOISE), weights, skip_spikes=True)
-    assert [spike["step"] for spike in spikes] == [NOISE_STEP]
+    trainer, found = skipping
     torch.manual_seed(0)
     model = toy_model(vocab_size=64)
     arguments = {name: getattr(trainer.args, name) for name in ("learning_rate", "weight_decay", "optim_preset")}
@@ -140,18 +153,17 @@ def test_a_skipped_step_is_as_if_its_rows_were_not_there(tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     expected = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-    assert_near(weights.found[NUM_STEPS], expected, 1e-3)
+    assert_near(found[NUM_STEPS], expected, 1e-3)
 
 
-def test_a_resumed_run_skips_the_same_step(tmp_path):
+def test_a_resumed_run_skips_the_same_step(tmp_path, skipping):
     """The steps before the checkpoint tell what a spike is."""
-    options = {"skip_spikes": True, "save_strategy": "steps", "save_steps": NOISE_STEP - 3}
-    whole, again = Weights(NUM_STEPS), Weights(NUM_STEPS)
-    run(tmp_path, easy_rows(NOISE), whole, **options)
-    checkpoint = tmp_path / f"checkpoint-{NOISE_STEP - 3}"
-    spikes = run(tmp_path, easy_rows(NOISE), again, resume=str(checkpoint), **options)[1]
-    assert [spike["step"] for spike in spikes] == 2 * [NOISE_STEP]
-    assert torch.equal(whole.found[NUM_STEPS], again.found[NUM_STEPS])
+    trainer, found = skipping
+    again = Weights(NUM_STEPS)
+    checkpoint = f"{trainer.args.output_dir}/checkpoint-{NOISE_STEP - 3}"
+    spikes = run(tmp_path, easy_rows(NOISE), again, resume=checkpoint, **SKIPPING)[1]
+    assert [spike["step"] for spike in spikes] == [NOISE_STEP]
+    assert torch.equal(found[NUM_STEPS], again.found[NUM_STEPS])
 
 
 def test_a_learning_rate_that_is_too_high_is_seen(tmp_path):

@@ -21,6 +21,9 @@ from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
 
 
+NEVER = ("--eval_strategy", "no", "--save_strategy", "no")
+
+
 def parse(tmp_path, *words: str, config: dict | None = None):
     argv = ["--output_dir", str(tmp_path / "run"), *words]
     if config is not None:
@@ -118,6 +121,10 @@ def test_passes_on_the_command_line_win_over_steps_of_a_file(tmp_path):
         (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
         (["--lr_scheduler_kwargs", "[1]"], None, r"--lr_scheduler_kwargs \[1\] must be a JSON object, such as"),
         (["--gradient_checkpointing_kwargs", "a"], None, "--gradient_checkpointing_kwargs a must be a JSON object"),
+        (["--max_tokens", "2B", "--tokens_per_parameter", "20"], None, "exclude each other"),
+        (["--max_minutes", "5", "--warmup_steps", "10"], None, "must be a share below 1 with --max_minutes"),
+        (["--max_minutes", "0"], None, "--max_minutes 0.0 must be above 0"),
+        (["--load_best_model_at_end", *NEVER], None, "has no evaluations to choose by"),
         (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
     ],
 )

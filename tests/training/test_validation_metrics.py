@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.run import train_and_evaluate
-from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests import trainers as masked_loss
 from tests.toys import toy_model
 
@@ -73,14 +72,6 @@ def test_the_lowest_is_the_best(tmp_path, tokenizer, metric):
     measured = {entry["step"]: entry[name] for entry in trainer.state.log_history if name in entry}
     assert trainer.state.best_global_step == min(measured, key=measured.get) == 3
     assert metrics[name] == pytest.approx(min(measured.values()), rel=1e-6)
-
-
-def test_metric_for_best_model_may_be_chosen(tmp_path):
-    def is_greater(metric, **given):
-        return LMTrainingArguments(output_dir=str(tmp_path), metric_for_best_model=metric, **given).greater_is_better
-
-    assert not is_greater("eval_kl") and not is_greater("kl") and not is_greater("eval_loss")
-    assert is_greater("accuracy") and is_greater("kl", greater_is_better=True)
 
 
 @pytest.mark.parametrize(
