@@ -124,7 +124,7 @@ def test_no_secret_is_printed(tmp_path):
     ]
     words += ["--password=hidden6", "--dataset_name", "s3://me:hidden@7@host/a.txt", "--resume_from_checkpoint"]
     words += ["https://host/hidden.not?X-Amz-Signature=hidden8&part=1", "--eos_token", "<end>", "--max_steps", "3"]
-    words += ["--sft_args", "--hub_token hidden9 --lora_r 4 --api_key=hidden10 --hub-token='hidden11'"]
+    words += ["--sft_args", "--hub_token hidden9 --lora_r 4 --api_key=hidden10 --hub-token='hidden11 hidden12'"]
     command = [sys.executable, str(ROOT / "hf_pretrain_cli.py"), "pretrain", *words]
     result = run(command, cwd=tmp_path, env=cpu_environment(PYTHONPATH=str(ROOT)))
     assert result.returncode == 2 and not re.search("hidden(?!.not)", result.stdout + result.stderr), result.stderr
@@ -133,7 +133,7 @@ def test_no_secret_is_printed(tmp_path):
         *("s3://<token>@host/a.txt", "--resume_from_checkpoint"),
         *("https://host/hidden.not?X-Amz-Signature=<token>&part=1", "--eos_token", "<end>"),
     ]
-    assert printed[-1] == "--hub_token <token> --lora_r 4 --api_key=<token> --hub-token='<token>'"
+    assert printed[-1] == "--hub_token <token> --lora_r 4 --api_key=<token> --hub-token=<token>"
 
 
 def test_the_command_describes_itself_without_torch():

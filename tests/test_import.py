@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.invariants.launching import ROOT
+
 
 # Imports what the package imports, then the package, and prints what the package changed.
 COMPARE = """
@@ -81,7 +83,7 @@ def test_windows_loads_pyarrow_before_torch(module):
     assert result.stderr == "pyarrow\n", result.stderr
 
 
-@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
 def test_a_recipe_imports_the_package_first(recipe):
     """The package sets what Ctrl-C does. Libraries imported before it would print their traceback."""
     imports = [node for node in ast.parse(recipe.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -79,6 +79,8 @@ async def stream_answer(url: str, request: Message) -> AsyncGenerator[Message]:
             httpx.AsyncClient(timeout=None) as client,
             client.stream("POST", target, json=request | {"stream": True}) as response,
         ):
+            if response.is_error and "json" not in response.headers.get("content-type", ""):
+                raise ValueError(f"{response.status_code} {(await response.aread()).decode(errors='replace'):.200}")
             async for line in response.aiter_lines():
                 # A refusal is a line of JSON without a prefix.
                 if (text := line.removeprefix("data: ")) not in ("", "[DONE]"):
@@ -86,7 +88,8 @@ async def stream_answer(url: str, request: Message) -> AsyncGenerator[Message]:
                     if time.monotonic() > shown + _UPDATE_SECONDS:
                         yield answer.copy()
                         shown = time.monotonic()
-    except (httpx.HTTPError, ValueError) as error:
+    # Another server may answer in any form.
+    except Exception as error:
         answer["error"] = f"{url}: {str(error) or type(error).__name__}"
     yield answer
 

@@ -161,7 +161,7 @@ def load_engine(
     else:
         # Checkpoints of transformers, also of architectures that this package cannot convert.
         if engine == "llama.cpp":
-            fix = "Convert it with `hf-pretrain convert`, or leave the flag out"
+            fix = "Leave the flag out, or convert a Llama or Qwen3 with `hf-pretrain convert`"
             raise UserError(f"--engine llama.cpp serves models of this package, and {name} is another's. {fix}.")
         with as_user_errors():
             model = AutoModelForCausalLM.from_pretrained(name, **loading)

@@ -132,6 +132,8 @@ def adapter_base(path: str | Path | None) -> str | None:
     # Earlier versions of this package wrote the text "None".
     if base in (None, "", "None"):
         raise UserError(f"{path}/adapter_config.json does not name its base: set base_model_name_or_path in it.")
+    if base == str(path) or (is_path(base) and Path(base).resolve() == Path(path).resolve()):
+        raise UserError(f"The adapter {path} names itself as its base model. Correct its adapter_config.json.")
     if is_path(base) and not Path(base).exists():
         fix = "Start the command where it was trained, or correct base_model_name_or_path in its adapter_config.json"
         raise UserError(f"The adapter {path} names the base model {base}, which is not here. {fix}.")

@@ -114,9 +114,6 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     name = collected.get("save_weight", collected.get("lora_name", ""))
     if name or {"save_dir", "out_dir"} & collected.keys():
         more += ["--output_dir", str(directory / name)]
-    if "epochs" in collected and "--max_steps" not in typed:
-        # The YAML files of `tiny` limit the steps, which would win over the epochs.
-        more += ["--max_steps", "-1"]
     if "lora_name" in collected:
         more.append("--use_peft")
         if not {"--lora_target_modules", "--lora_alpha"} & typed.keys():

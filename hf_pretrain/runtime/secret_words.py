@@ -13,8 +13,9 @@ _NAME = r"[\w-]*(?:token|key|secret|password|passwd|signature|sig)"
 _FLAG = rf"--(?!(?:pad|eos|bos|unk|mask|sep|cls)[_-]){_NAME}"
 # The value of a flag, also of one within a word (`--sft_args "--hub_token X"`), the signature and the login of an
 # address, and tokens of the Hub wherever they stand.
-_WITHIN = rf"(?:^|[\s='\"]){_FLAG}(?:\s+|=)['\"]?"
-_SECRETS = rf"(^{_FLAG}=).+|({_WITHIN})[^\s'\"]+|([?&]{_NAME}=)[^&]+|(://)[^/]+(?=@)|\bhf_[A-Za-z0-9]{{20,}}"
+_WITHIN = rf"(?:^|[\s='\"]){_FLAG}(?:\s+|=)"
+_VALUE = r"(?:'[^']*'|\"[^\"]*\"|['\"]?[^\s'\"]+)"
+_SECRETS = rf"(^{_FLAG}=).+|({_WITHIN}){_VALUE}|([?&]{_NAME}=)[^&]+|(://)[^/]+(?=@)|\bhf_[A-Za-z0-9]{{20,}}"
 
 
 def hide_secrets(words: Sequence[str]) -> list[str]:

@@ -187,7 +187,7 @@ class Budget:
         validation = self.plan.setdefault("validation_fraction", f"{min(0.01, 0.03 * fraction):.6f}")
         planned = f"--train_fraction {fraction:.4f} --validation_fraction {validation} "
         if 0 < MAX_PASSES * present < pace * seconds:
-            planned += f"--max_steps -1 --num_train_epochs {MAX_PASSES}"
+            planned += f"--num_train_epochs {MAX_PASSES}"
         else:
             planned += f"--max_minutes {seconds / 60:.3f}"
         self.plan["flags"][stage] = planned.split()

@@ -193,7 +193,8 @@ class TrlTrainer(RunTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         # NOTE: TRL itself logs times and completions to trackio, which refuses them before and after its run.
-        with overriding(self.args, report_to=self.args.report_to if self.is_in_train else []):
+        trackers = [name for name in self.args.report_to if name != "trackio" or self.is_in_train]
+        with overriding(self.args, report_to=trackers):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import constants, get_session, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..runtime.command_line import announce
@@ -87,11 +88,11 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
         stage = "the stage that writes it, such as `hf-pretrain pretrain --preset tiny` for out/pretrain-tiny"
         raise UserError(f"There is no directory {name_or_path}. Correct the name, or first run {stage}.")
     # Without this file, transformers would build an empty tokenizer from a config.json.
-    if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
-        if base := _base_of_adapter(name_or_path):
-            return load_tokenizer(base)
-        raise UserError(f"The directory {name_or_path} holds no tokenizer.json. Name one that a run or recipe wrote.")
     can_answer = is_path or constants.HF_HUB_OFFLINE or _hub_answers()
+    if can_answer and (base := _base_of_adapter(name_or_path)):
+        return load_tokenizer(base)
+    if is_path and not (Path(name_or_path) / "tokenizer.json").is_file():
+        raise UserError(f"The directory {name_or_path} holds no tokenizer.json. Name one that a run or recipe wrote.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name_or_path,
@@ -101,8 +102,6 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
         )
     # The last two: a JSON file of another shape.
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        if not is_path and can_answer and (base := _base_of_adapter(name_or_path)):
-            return load_tokenizer(base)
         raise UserError(
             f"{name_or_path!r} is neither a directory here nor a Hub id with a tokenizer that can be loaded: {error}"
         ) from error
@@ -113,8 +112,22 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def _base_of_adapter(name_or_path: str | Path) -> str | None:
-    """Return the base model of an adapter, which has its tokenizer if peft saved the adapter alone."""
-    return load_named("hf_pretrain.loading.adapters:adapter_base")(name_or_path)
+    """Return the base model of an adapter without a tokenizer, as stock peft saves it; `None` for anything else."""
+    base = load_named("hf_pretrain.loading.adapters:adapter_base")(name_or_path)
+    return None if base is None or _has_tokenizer(name_or_path) else base
+
+
+def _has_tokenizer(name_or_path: str | Path) -> bool:
+    """Return whether a directory or a repository holds a tokenizer.json. Failed downloads say nothing about it."""
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path, "tokenizer.json").is_file()
+    try:
+        hf_hub_download(str(name_or_path), "tokenizer.json")
+    except EntryNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
 
 
 def _complete(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -155,10 +168,14 @@ def add_words(tokenizer: PreTrainedTokenizerFast, path: str) -> None:
 
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     """
-    Return the tokenizer that lies beside weights, or `None` if there is none.
+    Return the tokenizer that lies beside weights, or `None` if there is none. An adapter without one has that of its
+    base model.
 
     Args:
         path (`str` or `Path`): a checkpoint directory, a file of weights, or a Hub id.
+
+    Raises:
+        `UserError`: if the tokenizer, or the base model of an adapter, cannot be read.
     """
     if is_gguf(path):
         return load_tokenizer(path)
@@ -166,15 +183,18 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     local = Path(path)
     directory = local.parent if local.is_file() else local
     if directory.is_dir():
-        if (directory / "tokenizer.json").is_file():
-            return load_tokenizer(directory)
-        return find_tokenizer(base) if (base := _base_of_adapter(directory)) else None
+        base = None if local.is_file() else _base_of_adapter(directory)
+        return find_tokenizer(base) if base else load_tokenizer(directory) if _has_tokenizer(directory) else None
     try:
         # NOTE: without this file, AutoTokenizer builds an empty tokenizer from the config's `model_type`, without an
         # error.
         hf_hub_download(path, "tokenizer.json")
-    except (OSError, ValueError):
+    except LocalEntryNotFoundError:
+        return None
+    except EntryNotFoundError:
         return find_tokenizer(base) if (base := _base_of_adapter(path)) else None
+    except (OSError, ValueError):
+        return None
     return load_tokenizer(path)
 
 

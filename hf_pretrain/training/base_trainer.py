@@ -127,8 +127,8 @@ class RunTrainer(Trainer):
         # Only here is the number of steps known.
         budget = self.time_budget
         num_training_steps = num_training_steps if budget is None else PARTS_OF_TIME
-        kwargs = complete_schedule(self.args, num_training_steps)
-        with overriding(self.args, lr_scheduler_kwargs=kwargs), refusing("--lr_scheduler_kwargs", kwargs):
+        typed, completed = self.args.lr_scheduler_kwargs, complete_schedule(self.args, num_training_steps)
+        with overriding(self.args, lr_scheduler_kwargs=completed), refusing("--lr_scheduler_kwargs", typed):
             scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The state of a checkpoint replaces their settings.
         self._new_groups = [dict(group) for group in (optimizer or self.optimizer).param_groups]

@@ -364,7 +364,12 @@ def describe_own_optimizer(arguments: dict[str, Any]) -> tuple[str, dict[str, An
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Raise `UserError` if the optimizer of `--optim` needs a package that is not there."""
+    """Raise `UserError` if the optimizer of `--optim` needs a package, or `--optim_args` another optimizer."""
+    if args.optim_args and OPTIMIZERS[args.optim_preset].build is not None:
+        fix = "Leave it out, or pass --optim_preset adamw"
+        raise UserError(
+            f"--optim_args {args.optim_args} has no effect with --optim_preset {args.optim_preset}. {fix}."
+        )
     try:
         # GaLore and others raise `ValueError` without a model.
         with suppress(ValueError):

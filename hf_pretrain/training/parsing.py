@@ -17,6 +17,7 @@ from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.parser import RecipeParser, read_config
 from ..runtime.stages import STAGES
+from .budgets import BUDGETS
 
 
 # A size that is typed wins over a size that fits the memory.
@@ -50,7 +51,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     if "config" in typed:
         preset = choose_preset(typed.model_preset, use_cpu=typed.use_cpu)
         config = _find_config(typed, preset, stage)
-        given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv}
+        given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
         if config:
             own = typed.dataset_name if "dataset_name" in given else []
             content = read_defaults(Path(config), has_own_data=bool(own))
@@ -58,9 +59,11 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
                 # The user's names of columns fit the user's files alone.
                 others = content.keys() - {"mixed_in", "eval_dataset_name"}
                 content = {name: value for name, value in content.items() if name in others}
-            if "num_train_epochs" in given:
-                # The steps of the file would win over the passes that the user asks for.
-                content.pop("max_steps", None)
+            if given & {"max_steps", "num_train_epochs", *BUDGETS}:
+                # The command line says when the run ends. Data that suit the steps of the file are too few for passes.
+                others = {"max_steps", "train_fraction"} if "num_train_epochs" in given else set()
+                for name in others.union(BUDGETS) - given:
+                    content.pop(name, None)
             is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
             if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
                 name, share = mixed_in

@@ -216,11 +216,26 @@ def test_an_adapter_without_a_tokenizer_has_that_of_its_base(bases, tmp_path):
     adapter = write_adapter(base, lora(), tmp_path / "adapter")
     for tokenizer in (load_tokenizer(adapter), find_tokenizer(adapter)):
         assert tokenizer.get_vocab() == trained.get_vocab()
+    # An own one wins.
+    own = train_tokenizer(["other words"] * 4, vocab_size=300)
+    save_tokenizer(own, adapter)
+    for tokenizer in (load_tokenizer(adapter), find_tokenizer(adapter)):
+        assert tokenizer.get_vocab() == own.get_vocab()
+    (adapter / "tokenizer.json").unlink()
     # neither has one
     (base / "tokenizer.json").unlink()
     assert find_tokenizer(adapter) is None
     with pytest.raises(UserError, match="base holds no tokenizer.json"):
         load_tokenizer(adapter)
+
+
+def test_an_adapter_that_names_itself_is_refused(bases, tmp_path):
+    adapter = write_adapter(bases / "llama", lora(), tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(adapter)}))
+    for load in (load_tokenizer, find_tokenizer, adapter_base):
+        with pytest.raises(UserError, match="names itself as its base model"):
+            load(adapter)
 
 
 REFUSED = {

@@ -40,7 +40,7 @@ def test_the_founding_command_line_means_minimind_s_training(tmp_path, capsys):
 TRANSLATED = [
     (
         "sft --epochs 2 --from_weight a --hidden_size 512 --save_weight b",
-        "--num_train_epochs 2 --output_dir out/b --max_steps -1 --model_name_or_path out/a",
+        "--num_train_epochs 2 --output_dir out/b --model_name_or_path out/a",
     ),
     (
         "sft --epochs 2 --max_steps 5 --lora_name medical --save_dir w",

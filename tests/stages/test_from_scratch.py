@@ -81,7 +81,7 @@ def test_stages_share_the_time_and_read_no_more_data_than_it_can_use(tmp_path, m
     # Data that the time could pass over many times are seen four times, all of them.
     budget.plan["pace"] = 1e7
     budget.plan_stage("sft", flags)
-    planned = "--train_fraction 1.0000 --validation_fraction 0.000864 --max_steps -1 --num_train_epochs 4"
+    planned = "--train_fraction 1.0000 --validation_fraction 0.000864 --num_train_epochs 4"
     assert budget.plan["flags"]["sft"] == planned.split()
     # The size of a dataset on the Hub is unknown.
     budget.plan_stage("sft", ["--dataset_name", "owner/name"])

@@ -103,10 +103,23 @@ def test_a_value_of_a_yaml_file_can_depend_on_the_precision(tmp_path, monkeypatc
     assert parse(tmp_path, *words, config=config)[2].max_steps == steps
 
 
-def test_passes_on_the_command_line_win_over_steps_of_a_file(tmp_path):
-    for words, steps in ((["--num_train_epochs", "2"], -1), (["--num_train_epochs", "2", "--max_steps", "3"], 3)):
-        args = parse(tmp_path, "--use_cpu", *words, config={"max_steps": 9, "num_train_epochs": 1})[2]
-        assert (args.num_train_epochs, args.max_steps) == (2, steps)
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        (["--num_train_epochs", "2"], (2, -1, None)),
+        (["--num_train_epochs", "2", "--max_steps", "3"], (2, 3, None)),
+        (["--max_steps", "3"], (1, 3, None)),
+        (["--max_minutes", "3"], (1, 9, 3)),
+        # a value that is the name of a flag
+        (["--run_name", "num_train_epochs"], (1, 9, None)),
+    ],
+)
+def test_the_command_line_says_when_a_run_ends(tmp_path, words, ends):
+    config = {"max_steps": 9, "num_train_epochs": 1}
+    config |= {} if "--run_name" in words else {"max_tokens": "1M", "train_fraction": 0.5}
+    _, data, args = parse(tmp_path, "--use_cpu", *words, config=config)
+    assert (args.num_train_epochs, args.max_steps, args.max_minutes) == ends and args.max_tokens is None
+    assert data.train_fraction == (1.0 if ends[0] == 2 or "--run_name" in words else 0.5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +132,7 @@ def test_passes_on_the_command_line_win_over_steps_of_a_file(tmp_path):
         (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
         (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
         (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
+        (["--optim_args", "a=1"], None, "--optim_args a=1 has no effect with --optim_preset muon"),
         (["--lr_scheduler_kwargs", "[1]"], None, r"--lr_scheduler_kwargs \[1\] must be a JSON object, such as"),
         (["--gradient_checkpointing_kwargs", "a"], None, "--gradient_checkpointing_kwargs a must be a JSON object"),
         (["--max_tokens", "2B", "--tokens_per_parameter", "20"], None, "exclude each other"),
