@@ -12,6 +12,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from hf_pretrain.checkpoints.zero_state import load_loss_scale, loss_scale
 
 
+# DeepSpeed compiles a kernel.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def process_group():
     """DeepSpeed asks for the rank before it prints an overflow."""
@@ -34,7 +38,6 @@ def scales(engine: Any, overflows: list[bool]) -> list[float]:
     return found
 
 
-@pytest.mark.slow
 def test_the_scale_grows_and_shrinks_as_without_the_resume():
     overflows = [False, True, *([False] * 13), True, *([False] * 12)]
     expected = scales(engine(), overflows)

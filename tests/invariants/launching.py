@@ -17,6 +17,9 @@ from tests.warm import find_parent
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+# What a run in the process of the tests leaves in its environment. Other runs must not inherit its name, and no parent
+# of `tests/warm.py` has it.
+LEFT = ("ACCELERATE_", "TORCHELASTIC_", "WANDB_", "MLFLOW_", "TOKENIZERS_PARALLELISM", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 def free_port() -> int:
@@ -47,7 +50,7 @@ def launcher_command(launcher: str, processes: int = 2) -> list[str]:
 
 def cpu_environment(**extra: str) -> dict[str, str]:
     """Return an environment with one thread per rank, LOCAL_SIZE for DeepSpeed on CPUs, and no compiled functions."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(LEFT)}
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     return {
         **environment,

@@ -255,6 +255,7 @@ def test_a_run_without_a_compiler_records_that_it_does_not_compile(tmp_path, mon
     assert trainer.args.to_dict()["torch_compile"] is False
 
 
+@pytest.mark.compiles
 def test_a_compiled_layer_is_one_graph_under_ddp(tmp_path):
     """DDP's optimization would cut it where a bucket of gradients is full, and bypass the cache of compiled graphs."""
     counter, input_ids = CompileCounter(), torch.randint(3, 64, (2, 8))
