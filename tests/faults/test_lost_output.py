@@ -47,9 +47,9 @@ def test_a_run_that_is_stopped_without_output_saves_a_checkpoint(case, workspace
         started = ranks(process)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)
-        assert process.wait(timeout=100) == status
+        assert process.wait(timeout=400) == status
         # The runner of deepspeed ends before its ranks.
-        psutil.wait_procs(started, timeout=100)
+        psutil.wait_procs(started, timeout=400)
     finally:
         kill_all([*ranks(process), process])
     assert list(output_dir.glob("checkpoint-*"))

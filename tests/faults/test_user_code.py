@@ -50,7 +50,7 @@ def run_grpo(workspace, toys, output_dir, reward: str, launcher: str = "python")
         *("--per_device_train_batch_size", "2", "--num_generations", "2", "--max_completion_length", "4"),
         *("--validation_fraction", "0", "--save_steps", "3"),
     ]
-    return start([*launcher_command(launcher), str(ROOT / "recipes/grpo.py"), *flags], cwd=workspace, timeout=120)
+    return start([*launcher_command(launcher), str(ROOT / "recipes/grpo.py"), *flags], cwd=workspace, timeout=400)
 
 
 @pytest.mark.distributed

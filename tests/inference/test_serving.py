@@ -384,7 +384,7 @@ def test_commands_whose_engine_is_killed_end_with_an_error(endless, tmp_path):
                 assert (letter := stream.read(1)), process.stderr.read()
                 read += letter
             find_engine(psutil.Process(process.pid)).kill()
-            rest = process.communicate(timeout=120)[1]
+            rest = process.communicate(timeout=400)[1]
             assert process.returncode == 2, (name, rest)
             assert re.search(r"^error: llama.cpp has ended with status -9\.", rest, re.M), (name, rest)
             assert "Traceback" not in rest

@@ -18,10 +18,12 @@ from types import SimpleNamespace
 import torch.distributed as dist
 from hf_pretrain.runtime.ranks import made_once_per_machine
 
-store, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group(
-    "gloo", init_method=f"file://{store}", world_size=2, rank=rank, timeout=timedelta(seconds=3)
-)
+store, rank = dist.FileStore(sys.argv[1], 2), int(sys.argv[2])
+store.set_timeout(timedelta(seconds=300))
+# On a busy machine, one process imports torch long before the other.
+store.set(f"ready {rank}", "")
+store.wait(["ready 0", "ready 1"])
+dist.init_process_group("gloo", store=store, world_size=2, rank=rank, timeout=timedelta(seconds=8))
 
 def try_case(case):
     args, calls = SimpleNamespace(world_size=2, local_process_index=0 if case == "two machines" else rank), []
@@ -30,7 +32,7 @@ def try_case(case):
     def make():
         calls.append(rank)
         # Longer than the collectives of the run may take.
-        time.sleep(6 if case == "slow" else 0)
+        time.sleep(10 if case == "slow" else 0)
         if case == "failure":
             raise ValueError(f"rank {rank} failed")
         return f"rank {rank}"
@@ -50,7 +52,7 @@ dist.barrier()
 def test_the_first_process_of_each_machine_makes_it(tmp_path: Path):
     words = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     processes = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for rank in (0, 1)]
-    first, second = (json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes)
+    first, second = (json.loads(process.communicate(timeout=500)[0].splitlines()[-1]) for process in processes)
     shared = {case: ["rank 0", 1] for case in ("one machine", "slow")}
     alone = dict.fromkeys(["two machines", "no first process on two machines", "stream"], ["rank 0", 1])
     assert first == {**shared, **alone, "failure": ["rank 0 failed", 1]}
