@@ -55,7 +55,7 @@ def test_saved_tokenizer_loads_the_same(tokenizer, tmp_path):
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path):
     (tmp_path / "weights.pth").touch()
     for path, message in (
-        (tmp_path / "weights.pth", "weights.pth holds weights, but no tokenizer. .*--tokenizer_name_or_path of a stage"),
+        (tmp_path / "weights.pth", "holds weights, but no tokenizer. .*--tokenizer_name_or_path of a stage"),
         (tmp_path, "holds no tokenizer.json"),
         ("./no/such/tokenizer", "no directory ./no/such/tokenizer. Correct the name"),
     ):
