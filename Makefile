@@ -73,8 +73,7 @@ chat serve board evaluate tokenizer: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not faults and not documents" $(ARGS)
 
-# The tests that start no process and compile nothing, of the packages that everything else stands on. They take a
-# minute and a half on two idle cores.
+# The tests that start no process and compile nothing, of the packages that everything else stands on.
 QUICK := tests/model tests/tokenizer tests/data tests/rows tests/checkpoints tests/runtime \
   $(addprefix tests/training/test_,masked_loss_trainer.py run_parts.py training_arguments.py optimizers.py) \
   tests/test_library_contract.py tests/test_project_files.py
