@@ -71,12 +71,17 @@ def _end_workers_with_this_process() -> None:
     NOTE: the workers of `datasets`, and the process that holds their queue, would wait for work forever.
     """
 
+    parents: list[int] = []
+
     def watch() -> None:
-        parent = os.getppid()
         # The operating system gives an orphan another parent. No portable signal reports that, so poll.
-        while os.getppid() == parent:
+        while os.getppid() == parents[-1]:
             time.sleep(1)
         # `sys.exit` in a thread would end only that thread.
         os._exit(1)
 
-    os.register_at_fork(after_in_child=lambda: threading.Thread(target=watch, daemon=True).start())
+    os.register_at_fork(
+        # Before the fork: the parent may be killed before its child asks for it.
+        before=lambda: parents.append(os.getpid()),
+        after_in_child=lambda: threading.Thread(target=watch, daemon=True).start(),
+    )

@@ -30,6 +30,11 @@ def killable(workspace: Path, output_dir: Path, launcher: str) -> list[str]:
 def kill(process, rank: int, *, whole_machine: bool = False) -> None:
     """Kill the only process, or one rank. The launcher ends the other rank, unless the whole machine dies."""
     found = ranks(process)
+    if not found:
+        # It ended before the kill. A run that failed would pass for a killed one.
+        output, _ = process.communicate(timeout=500)
+        assert process.returncode == 0, output[-3000:]
+        return
     kill_all(found[min(rank, len(found) - 1) :][:1])
     if whole_machine:
         # The others run on for a moment, and may write.

@@ -4,9 +4,14 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
+import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -146,3 +151,29 @@ def test_large_data_have_a_process_per_core(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     sizes = [(10_000, None), (20_000, None), (90_000, None), (90_000, 20), (90_000, 1)]
     assert [caching.count_processes(*size) for size in sizes] == [None, 2, 3, 9, None]
+
+
+# A process that is killed as soon as it has forked a worker, before the worker can ask for its parent.
+ORPHAN = """
+import os, signal, time
+from hf_pretrain.rows.caching import count_processes
+os.register_at_fork(after_in_child=lambda: time.sleep(1))
+count_processes(10**6, 2)
+if worker := os.fork():
+    print(worker, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_worker_whose_parent_is_killed_at_once_ends():
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        try:
+            # It may have ended already.
+            with suppress(psutil.NoSuchProcess):
+                assert not psutil.wait_procs([psutil.Process(worker)], timeout=60)[1]
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
