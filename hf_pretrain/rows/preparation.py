@@ -96,8 +96,8 @@ def load_rows(
     the other ranks open its files. Each rank reads a stream by itself.
 
     Args:
-        data_args ([`~rows.data_arguments.TrainingDataArguments`]): the preferences; or with
-            [`~rows.data_arguments.DataArguments`], documents to pack.
+        data_args ([`~rows.data_arguments.PreferenceArguments`] or [`~rows.data_arguments.DataArguments`]): describes
+            preferences, or documents to pack.
         training_args ([`~training.training_arguments.LMTrainingArguments`]): gives the ranks, the seed, the directory
             of `rejected.jsonl` and, for preferences, `max_length`.
         tokenizer: the tokenizer, or a function that trains one on the training documents.

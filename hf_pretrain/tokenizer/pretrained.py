@@ -118,7 +118,7 @@ def _base_of_adapter(name_or_path: str | Path) -> str | None:
 
 
 def _has_tokenizer(name_or_path: str | Path) -> bool:
-    """Return whether a directory or a repository holds a tokenizer.json. Failed downloads say nothing about it."""
+    """Return whether a directory or a repository holds a tokenizer.json, or whether nobody can tell."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path, "tokenizer.json").is_file()
     try:
@@ -183,8 +183,10 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     local = Path(path)
     directory = local.parent if local.is_file() else local
     if directory.is_dir():
+        if _has_tokenizer(directory):
+            return load_tokenizer(directory)
         base = None if local.is_file() else _base_of_adapter(directory)
-        return find_tokenizer(base) if base else load_tokenizer(directory) if _has_tokenizer(directory) else None
+        return find_tokenizer(base) if base else None
     try:
         # NOTE: without this file, AutoTokenizer builds an empty tokenizer from the config's `model_type`, without an
         # error.

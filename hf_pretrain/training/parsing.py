@@ -60,7 +60,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
                 others = content.keys() - {"mixed_in", "eval_dataset_name"}
                 content = {name: value for name, value in content.items() if name in others}
             if given & {"max_steps", "num_train_epochs", *BUDGETS}:
-                # The command line says when the run ends. Data that suit the steps of the file are too few for passes.
+                # The command line says when the run ends. Passes are over all data, not over what those steps need.
                 others = {"max_steps", "train_fraction"} if "num_train_epochs" in given else set()
                 for name in others.union(BUDGETS) - given:
                     content.pop(name, None)
