@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from ..checkpoints.directory import find_newest_run
 from ..loading.adapters import adapter_base, is_adapted, merge_adapter
-from ..loading.model import load_model, with_yarn
+from ..loading.model import load_any_model, load_model
 from ..loading.model_arguments import ModelArguments
-from ..loading.native import DEFAULT_SAMPLING, is_native_checkpoint, load_native_checkpoint, own_sampling
-from ..model.configuration_minimind import MiniMindConfig
+from ..loading.native import DEFAULT_SAMPLING, own_sampling
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.devices import default_device_type, refuse_unused_gpu
-from ..runtime.errors import UserError, as_user_errors
+from ..runtime.errors import UserError
 from ..runtime.flags import flag, same_flag
-from ..runtime.names import is_gguf
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import load_tokenizer
 from .engine import Engine, LlamaCppEngine
@@ -148,24 +146,17 @@ def load_engine(
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise UserError(f"--dtype {dtype} is no dtype of torch. Use auto, float32, float16 or bfloat16.")
     tokenizer = load_tokenizer(name)
-    loading: dict[str, Any] = {"dtype": dtype, "device_map": "cpu" if use_cpu else "auto"}
-    if adapter_base(name) is not None or is_gguf(name):
+    model: Any
+    if adapter_base(name) is not None:
         arguments = ModelArguments(model_name_or_path=name, inference_rope_scaling=rope_scaling)
-        adapted: Any = load_model(arguments, tokenizer).eval()
-        model = merge_adapter(adapted) if is_adapted(adapted) else adapted
+        model = merge_adapter(load_model(arguments, tokenizer))
         model.to(default_device_type(use_cpu=use_cpu), model.dtype if dtype == "auto" else getattr(torch, dtype))
-    elif is_native_checkpoint(name):
-        if rope_scaling is not None:
-            loading["config"] = with_yarn(MiniMindConfig.from_pretrained(name), rope_scaling)
-        model = load_native_checkpoint(name, **loading)
     else:
-        # Checkpoints of transformers, also of architectures that this package cannot convert.
-        if engine == "llama.cpp":
-            fix = "Leave the flag out, or convert a Llama or Qwen3 with `hf-pretrain convert`"
-            raise UserError(f"--engine llama.cpp serves models of this package, and {name} is another's. {fix}.")
-        with as_user_errors():
-            model = AutoModelForCausalLM.from_pretrained(name, **loading)
+        loading = {"dtype": dtype, "device_map": "cpu" if use_cpu else "auto"}
+        model = load_any_model(name, inference_rope_scaling=rope_scaling, **loading)
     set_stop_tokens(model, tokenizer)
     if isinstance(model, MiniMindForCausalLM):
         model = with_engine(model.eval(), engine, num_sequences=NUM_SEQUENCES)
+    elif engine == "llama.cpp":
+        raise UserError(f"--engine llama.cpp: {name} cannot be converted. Leave the flag out.")
     return (LlamaCppEngine if isinstance(model, LlamaCppModel) else Engine)(model), tokenizer

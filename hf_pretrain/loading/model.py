@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -13,6 +13,7 @@ from ..model.modeling_minimind import MiniMindForCausalLM
 from ..model.presets import PRESETS
 from ..runtime.devices import default_device_type
 from ..runtime.errors import UserError, as_user_errors
+from ..runtime.names import may_be_checkpoint
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import check_tokenizer, find_tokenizer
 from .adapters import adapter_base, load_adapter
@@ -121,6 +122,29 @@ def load_model(
         _resize(model, needed=needed, own=find_tokenizer(args.tokenizer_name(None)))
     set_stop_tokens(model, tokenizer)
     return model
+
+
+@as_user_errors()
+def load_any_model(name: str, *, inference_rope_scaling: str | None = None, **loading: Any) -> PreTrainedModel:
+    """
+    Load a model of any name but an adapter's. What this package cannot convert stays a model of transformers.
+
+    Args:
+        name (`str`): a directory, Hub id, GGUF file or model of the package index.
+        inference_rope_scaling (`str`, *optional*): as for [`with_yarn`].
+        **loading: for `from_pretrained`.
+    """
+    try:
+        directory = localize(name)
+    except UserError as error:
+        if not may_be_checkpoint(name) or inference_rope_scaling is not None:
+            raise
+        logger.warning(f"{name} stays a model of transformers, because it cannot be converted: {error}")
+        # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
+        return AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False, **loading)
+    if inference_rope_scaling is not None:
+        loading["config"] = with_yarn(MiniMindConfig.from_pretrained(directory), inference_rope_scaling)
+    return load_native_checkpoint(directory, **loading)
 
 
 def _resize(model: MiniMindForCausalLM, *, needed: int, own: PreTrainedTokenizerFast | None) -> None:

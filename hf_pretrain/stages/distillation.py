@@ -18,15 +18,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..loading.native import is_native_checkpoint, load_native_checkpoint, localize
+from ..loading.model import load_any_model
 from ..model.loss import TokenLoss, prediction_weights, weighted_tokens
 from ..model.modeling_minimind import MiniMindForCausalLM
-from ..runtime.errors import UserError, as_user_errors
+from ..runtime.errors import UserError
 from ..runtime.flags import check_flags, content_flag, flag
-from ..runtime.names import is_gguf
 from ..tokenizer.pretrained import load_tokenizer
 from ..training.deepspeed_support import whole_weights
 from ..training.measurements import num_active_parameters
@@ -76,15 +75,8 @@ def load_teacher(name_or_path: str, tokenizer: PreTrainedTokenizerBase, *, is_pa
             rows are packed, and it is no MiniMind model.
     """
     check_same_vocabulary(tokenizer, load_tokenizer(name_or_path))
-    with whole_weights(), as_user_errors():
-        try:
-            teacher: PreTrainedModel = load_native_checkpoint(localize(name_or_path), dtype=torch.float32)
-        except UserError as error:
-            if is_gguf(name_or_path) or is_native_checkpoint(name_or_path):
-                raise
-            logger.warning(f"The teacher stays a model of transformers, because it cannot be converted: {error}")
-            # NOTE: without a value for `trust_remote_code`, transformers asks on stdin, and a batch job cannot answer.
-            teacher = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, trust_remote_code=False)
+    with whole_weights():
+        teacher = load_any_model(name_or_path, dtype=torch.float32)
     if isinstance(teacher, MiniMindForCausalLM):
         teacher.set_attn_implementation("packed")
     elif is_packed:

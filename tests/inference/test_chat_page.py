@@ -208,12 +208,18 @@ def test_settings_reach_the_server(visit, served, rambling):
 
 
 @pytest.mark.slow
-def test_a_question_is_taken_back_as_it_was_typed(visit, served):
+def test_a_question_is_answered_again_and_taken_back_as_it_was_typed(visit, served):
     page, typed = visit(served[0]), "is <b>x</b> & `<i>` &lt;?"
     set_number(page, LENGTH, 2)
     ask(page, typed)
     wait_for_answer(page)
+    short = wait_for_end(page)
+    set_number(page, LENGTH, 60)
+    page.get_by_role("button", name="Retry").click()
+    answer = "document.querySelector('#chat .bot.message')"
+    page.wait_for_function(f"length => {answer} && {answer}.innerText.length > length", arg=len(short) + 5)
     wait_for_end(page)
+    assert len(texts_of(page, "user")) == 1
     assert texts_of(page, "user")[0].strip() == typed.replace("`", "")
     page.get_by_role("button", name="Undo").click()
     page.locator(".message").first.wait_for(state="detached")

@@ -17,8 +17,10 @@ import psutil
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.inference.engine import LlamaCppEngine
 from hf_pretrain.inference.inference_arguments import load_engine
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.inference.server_requests import MAX_BYTES
@@ -514,12 +516,27 @@ def test_files_of_other_programs_and_adapters_are_served(talker, tmp_path, kind)
     else:
         export(model, str(tmp_path), kind, tokenizer=tokenizer)
     if kind == "llama":
-        with pytest.raises(UserError, match="--engine llama.cpp serves models of this package"):
-            load_engine(str(path), engine="llama.cpp")
+        assert isinstance(load_engine(str(path))[0], LlamaCppEngine)
     with served(str(path)) as client:
         answer = ask(client, SUM[:1])
         assert answer.choices[0].message.content == "It is four."
         assert [answer.model, *(model.id for model in client.models.list())] == [str(path)] * 2
+
+
+def test_a_model_that_cannot_be_converted_is_served_by_transformers(talker, tmp_path):
+    tokenizer = load_tokenizer(talker)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with served(str(tmp_path)) as client:
+        answer = client.completions.create(model="x", prompt="two and two", max_tokens=8, temperature=0)
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer("two and two", add_special_tokens=False)["input_ids"]]])
+    new = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert answer.choices[0].text == tokenizer.decode(new, skip_special_tokens=True)
+    for options in ({"engine": "llama.cpp"}, {"rope_scaling": "1024:4"}):
+        with pytest.raises(UserError, match="cannot be converted|model_type='gpt2' is not one of"):
+            load_engine(str(tmp_path), **options)
 
 
 def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkeypatch, capsys):
