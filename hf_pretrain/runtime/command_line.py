@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import datasets
+import psutil
 from huggingface_hub.constants import ENDPOINT, HF_HOME
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import disable_progress_bars as disable_hub_bars
@@ -30,13 +31,15 @@ from tqdm import tqdm
 from transformers.utils import is_in_notebook
 from transformers.utils import logging as transformers_logging
 
-from .errors import UserError
+from .errors import OutOfMemory, UserError
 from .launchers import launcher
 from .signals import interrupt, watch_launcher
 from .writing import leave_reason, refused_write
 
 
 EXIT_MISTAKE = 2
+# EX_OSERR of sysexits.h: the memory does not suffice.
+EXIT_NO_MEMORY = 71
 # EX_IOERR of sysexits.h: the output could not be written.
 EXIT_NOT_SAVED = 74
 # What a shell reports of a program whose reader has gone, as with `| head`.
@@ -49,7 +52,7 @@ _NO_MEMORY = re.compile(
     r"out of memory|(can't|cannot|unable to) allocate|not enough memory|ALLOC_FAILED|MemoryError", re.IGNORECASE
 )
 _MEMORY_ADVICE = (
-    "The memory does not suffice. In a training, halve --per_device_train_batch_size (and "
+    "In a training, halve --per_device_train_batch_size (and "
     "--per_device_eval_batch_size) and double --gradient_accumulation_steps, which trains the same; pass "
     "--activation_checkpointing; or lower --max_length. Elsewhere, take a smaller model."
 )
@@ -177,8 +180,8 @@ def one_line_errors() -> Iterator[None]:
     """
     Turn mistakes of the user into one line, `error: ...`, and an exit status.
 
-    The status is 2 for a mistake, for a file that cannot be used and for too little memory, and 74 for a disk that is
-    full or not writable, also for the disk of the caches (`HF_HOME`). All other exceptions keep their traceback.
+    The status is 2 for a mistake and for a file that cannot be used, 71 for too little memory, and 74 for a disk that
+    is full or not writable, also for the disk of the caches (`HF_HOME`). All other exceptions keep their traceback.
     Unless [`is_quiet`], all exceptions do. A crash in a library's C code shows the Python lines of all threads.
 
     The first rank on each machine prints the line. The other ranks wait until the launcher ends them, and print the
@@ -210,9 +213,8 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, UserError):
             # NOTE: torch raises a mistake of a data loader's worker again, with the worker's traceback as its text.
             mistake = str(error).rpartition("UserError: ")[2]
-        elif isinstance(error, RuntimeError | MemoryError | OSError) and _NO_MEMORY.search(repr(error)):
-            # The first line names the allocator and the size. The others are advice about the allocator, or C++.
-            mistake = f"{(str(error) or 'MemoryError').splitlines()[0]}\n{_MEMORY_ADVICE}"
+        elif is_lack_of_memory(error):
+            mistake = f"{describe_lack(error)}. {_MEMORY_ADVICE}"
         elif (refusal := _refusal_of_a_disk(error)) is None and isinstance(error, OSError | SyntaxError):
             # They name the file, or the server. The readers of damaged files raise `UserError`.
             mistake = f"{str(error) or type(error).__name__}. Check the names and the files of this command."
@@ -228,7 +230,25 @@ def one_line_errors() -> Iterator[None]:
         # Messages of libraries may have several lines. Join them, because users search a log line by line.
         message = re.sub(r"\s*\n\s*", " ", refusal or mistake)
         print(f"error: {message}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_MISTAKE) from None
+        lacks_memory = isinstance(error, OutOfMemory) or is_lack_of_memory(error)
+        raise SystemExit(EXIT_NOT_SAVED if refusal else EXIT_NO_MEMORY if lacks_memory else EXIT_MISTAKE) from None
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Return whether an allocator refused memory."""
+    return isinstance(error, RuntimeError | MemoryError | OSError) and bool(_NO_MEMORY.search(repr(error)))
+
+
+def describe_lack(error: BaseException) -> str:
+    """Return what an allocator refused, and what was free."""
+    # The first line names the allocator and the size. The others are advice about the allocator, or C++.
+    text = (str(error) or "MemoryError").splitlines()[0].rstrip(".")
+    if (size := re.search(r"tried to allocate (\d+) bytes", text)) is not None:
+        text = f"{int(size[1]) / 2**30:.2f} GiB of memory were refused"
+    if "is free" not in text:
+        memory = psutil.virtual_memory()
+        text += f"; {memory.available / 2**30:.2f} of {memory.total / 2**30:.2f} GiB are free"
+    return f"The memory does not suffice: {text}"
 
 
 def _refusal_of_a_disk(error: BaseException) -> str | None:

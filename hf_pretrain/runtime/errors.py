@@ -22,6 +22,10 @@ class UserError(ValueError):
     """
 
 
+class OutOfMemory(UserError):
+    """The memory does not suffice. The command ends with a status of its own."""
+
+
 class MissingExtraError(UserError, ImportError):
     """An extra of this package is not installed. The message gives the command that installs it."""
 

@@ -4,7 +4,8 @@ model, which first settles the arguments (`settling.py`).
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,7 +29,7 @@ from ..rows.unigram import unigram_loss
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import NATS
-from ..runtime.command_line import print_result
+from ..runtime.command_line import is_lack_of_memory, print_result
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.named import load_named
@@ -255,13 +256,15 @@ def train(
         **kwargs,
     )
     if args.dry_run:
-        plan = format_plan(trainer, language=terminal_language())
+        with _explaining_memory(trainer):
+            plan = format_plan(trainer, language=terminal_language())
         if args.process_index == 0:
             print_result(plan)
         raise SystemExit
     make_sampler = load_named("hf_pretrain.inference.samples:make_sampler")
     sample_model = make_sampler(data) if sample is None else partial(sample, trainer)
-    metrics, samples = train_and_evaluate(trainer, checkpoint=run.checkpoint, sample=sample_model)
+    with _explaining_memory(trainer):
+        metrics, samples = train_and_evaluate(trainer, checkpoint=run.checkpoint, sample=sample_model)
     # A stream has no counts over the whole training set.
     if STAGES[facts.recipe].trains_on_text and data.first_eval is not None and isinstance(data.train, Dataset):
         # Ids may have gaps, so `len(tokenizer)` may be too small.
@@ -269,6 +272,17 @@ def train(
         facts.unigram_loss = unigram_loss(data.train, data.first_eval, vocab_size=vocab_size)
     report(trainer, metrics, samples)
     leave_process_group()
+
+
+@contextmanager
+def _explaining_memory(trainer: "RunTrainer") -> Iterator[None]:
+    """Let a run whose memory does not suffice end with the flags that fit."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        raise load_named("hf_pretrain.doctor.memory:explain")(trainer, error) from error
 
 
 def _set_callbacks(trainer: "RunTrainer", *last: TrainerCallback) -> None:
