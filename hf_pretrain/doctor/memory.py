@@ -85,19 +85,21 @@ def _find_fitting(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> 
     fewer = [rows for rows in range(size // 2, 0, -1) if size % rows == 0]
 
     def passes(rows: int, length: int | None = None) -> bool:
-        batch = {name: _cut(each, rows, size, length) for name, each in inputs.items()}
+        # The model finds the bounds of the documents from `position_ids`, too.
+        whole = {name: each for name, each in inputs.items() if not name.startswith(("cu_seq_lens", "max_length"))}
+        batch = {name: _cut(each, rows, size, length) for name, each in whole.items()}
         return _passes(trainer, batch, is_training=phase == _TRAINING)
 
     with _alone(trainer), torch.compiler.set_stance("force_eager"):
-        if (rows := next(filter(passes, fewer), None)) is not None:
+        if (rows := next(filter(passes, fewer), 0)) > 0:
             yield _rows_flags(trainer, phase, rows)
         if phase == _EVALUATION:
             return
         if not args.activation_checkpointing:
             with _recomputing(model):
-                rows = next(filter(passes, (size, *fewer)), None)
-            if rows is not None:
-                yield f"--activation_checkpointing {_rows_flags(trainer, phase, rows) if rows < size else ''}".rstrip()
+                more = next(filter(passes, (each for each in (size, *fewer) if each > rows)), 0)
+            if more > 0:
+                yield f"--activation_checkpointing {_rows_flags(trainer, phase, more) if more < size else ''}".rstrip()
         collator = trainer.data_collator
         if isinstance(collator, DataCollatorForPackedRows) and collator.max_length:
             lengths = [collator.max_length >> n for n in range(1, 8) if collator.max_length >> n >= _SHORTEST]

@@ -244,10 +244,10 @@ def describe_lack(error: BaseException) -> str:
     # The first line names the allocator and the size. The others are advice about the allocator, or C++.
     text = (str(error) or "MemoryError").splitlines()[0].rstrip(".")
     if (size := re.search(r"tried to allocate (\d+) bytes", text)) is not None:
-        text = f"{int(size[1]) / 2**30:.2f} GiB of memory were refused"
+        text = f"{int(size[1]) / 2**20:,.1f} MiB were refused"
     if "is free" not in text:
         memory = psutil.virtual_memory()
-        text += f"; {memory.available / 2**30:.2f} of {memory.total / 2**30:.2f} GiB are free"
+        text += f"; {memory.available / 2**20:,.0f} of {memory.total / 2**20:,.0f} MiB are free"
     return f"The memory does not suffice: {text}"
 
 
