@@ -1,12 +1,8 @@
 """A run whose memory does not suffice, with an allocator that refuses tensors above a size."""
 
-import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -73,20 +69,83 @@ def run(tmp_path_factory) -> Callable:
     return start
 
 
-def lines_of(output: str) -> list[str]:
-    return [line for line in output.splitlines() if line.startswith("error: ")]
+def line_of(status: int, output: str) -> str:
+    """Check how the run has ended, and return its error."""
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in output and status == 71, output
+    refused = r"The memory does not suffice: [\d.,]+ MiB were refused; [\d,]+ of [\d,]+ MiB are free\."
+    assert re.search(refused, line), line
+    return line
+
+
+def fitting(line: str) -> list[str]:
+    """Return the flags of a line that fit."""
+    return re.search(r"Each of these fits, the cheapest first: (.*?)\. Then ", line)[1].split("; ")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_flags_of_the_message_fit(run, stage):
     status, output, largest = run(stage, f"--output_dir {stage}")
     assert status == 0, output
-    limit = largest // 2
-    status, output, _ = run(stage, f"--output_dir {stage}-small", limit=limit)
-    (line,) = lines_of(output)
-    assert status == 71 and "Traceback" not in output, output
-    assert re.match(r"error: In step 1: The memory does not suffice: [\d.]+ MiB were refused; .* MiB are free", line)
-    flags = re.search("Each of these fits, the cheapest first: (.*?)[;.] ", line)[1]
-    assert flags.startswith("--per_device_train_batch_size ") and "--gradient_accumulation_steps" in flags
-    status, output, _ = run(stage, f"--output_dir {stage}-small {flags} --resume_from_checkpoint auto", limit=limit)
+    status, output, _ = run(stage, f"--output_dir {stage}-small", limit=largest // 2)
+    line = line_of(status, output)
+    assert line.startswith("error: In step 1: ")
+    rows = re.fullmatch(r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+)", fitting(line)[0])
+    assert int(rows[1]) * int(rows[2]) == 16 > int(rows[1])
+    status, output, _ = run(stage, f"--output_dir {stage}-fitting {fitting(line)[0]}", limit=largest // 2)
+    assert status == 0, output
+
+
+def test_recomputed_activations_and_shorter_rows_are_tried(run):
+    *_, largest = run("pretrain", "--output_dir all")
+    status, output, _ = run("pretrain", "--output_dir few --per_device_train_batch_size 1", limit=largest // 40)
+    # A single row: only its length is left.
+    (flags,) = fitting(line_of(status, output))
+    assert flags == "--max_length 64, in a new run"
+    status, output, _ = run(
+        "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 40
+    )
+    assert status == 0, output
+
+
+@pytest.mark.parametrize("phase", ["backward", "update"])
+def test_the_first_gradients_and_moments_are_refused(run, phase):
+    """Nothing fits any more, so the message names what is not tried."""
+    line = line_of(*run("pretrain", f"--output_dir {phase}", phase=phase)[:2])
+    remedies = re.search(r"Try one of these, the cheapest first: (.*?)\. Then start again ", line)[1].split("; ")
+    assert remedies == [
+        "--per_device_train_batch_size 8 --gradient_accumulation_steps 2",
+        "--activation_checkpointing",
+        "--max_length 64, in a new run",
+        "--ds zero3_offload of hf-pretrain",
+    ]
+
+
+def test_an_evaluation_that_is_too_large_keeps_the_checkpoint_and_the_run_resumes(run):
+    flags = "--output_dir evaluated --validation_fraction 0.5 --eval_strategy steps --eval_steps 3 --save_steps 2"
+    *_, largest = run("pretrain", "--output_dir trained")
+    wide = f"{flags} --per_device_eval_batch_size 64"
+    status, output, _ = run("pretrain", wide, limit=largest + 1)
+    line = line_of(status, output)
+    assert line.startswith("error: In an evaluation: ") and "evaluated/checkpoint-2 is intact" in line
+    (found,) = fitting(line)
+    assert found.startswith("--per_device_eval_batch_size ")
+    resumed = f"{wide} {found} --resume_from_checkpoint auto"
+    status, output, _ = run("pretrain", resumed, limit=largest + 1)
+    assert status == 0 and "checkpoint-2" in output, output
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_a_rank_tries_flags_while_the_other_one_waits(run, stage):
+    status, output, largest = run(stage, f"--output_dir {stage}-two", launcher="torchrun")
+    assert status == 0, output
+    status, output, _ = run(stage, f"--output_dir {stage}-two-small", launcher="torchrun", limit=largest // 2)
+    # torchrun has a status of its own.
+    assert status == 1
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    flags = fitting(lines[0])[0]
+    status, output, _ = run(
+        stage, f"--output_dir {stage}-two-fitting {flags}", launcher="torchrun", limit=largest // 2
+    )
     assert status == 0, output
