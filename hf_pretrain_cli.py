@@ -48,6 +48,8 @@ STAGES, LAUNCHED, LAUNCHERS = tuple(_STAGES["STAGES"]), _STAGES["LAUNCHED"], _LA
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
 COMMANDS = (*STAGES, *TOOLS, "list", "completion")
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
+# `runtime.command_line.EXIT_NO_MEMORY`, which this module would import with the package.
+_NO_MEMORY = 71
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
 
 
@@ -233,6 +235,14 @@ def start(command: list[str], environment: dict[str, str]) -> NoReturn:
     os.execve(command[0], command, environment)
 
 
+def _count_memory_kills() -> int:
+    """Return how many processes the kernel has ended because memory had run out; 0 where it does not count them."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
+
+
 def _run_launcher(module: str, command: list[str]) -> int:
     """
     Run the `main` of a module, and return the exit status of the rank that ended first with an error.
@@ -245,14 +255,21 @@ def _run_launcher(module: str, command: list[str]) -> int:
     # They log signals and exit statuses, below the message of the rank, too.
     for part in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{part}").disabled = True
+    kills = _count_memory_kills()
     try:
         sys.argv = command
         import_module(module).main()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGKILL and _count_memory_kills() > kills:
+            fewer = "halve --per_device_train_batch_size and double --gradient_accumulation_steps"
+            say(
+                f"error: the kernel ended process {rank}: the memory of this machine does not suffice. To resume with "
+                f"--resume_from_checkpoint auto, {fewer}, or add --activation_checkpointing."
+            )
+            return _NO_MEMORY
         if failure.exitcode < 0:
-            advice = "If it is SIGKILL, memory may have run out: `dmesg` shows it."
-            say(f"error: process {rank} was ended by {failure.signal_name()}. {advice}")
+            say(f"error: process {rank} was ended by {failure.signal_name()}.")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval

@@ -245,7 +245,7 @@ def test_two_ranks_print_one_line_which_comes_last(launcher, tmp_path):
     ("victim", "number", "status", "last"),
     [
         ("launcher", signal.SIGTERM, 143, "Stopped by SIGTERM"),
-        ("rank", signal.SIGKILL, 137, "error: process 1 was ended by SIGKILL. If it is SIGKILL, memory"),
+        ("rank", signal.SIGKILL, 137, "error: process 1 was ended by SIGKILL."),
     ],
 )
 def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, status, last):
@@ -260,6 +260,38 @@ def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, stat
     assert watch.seconds() < 30
     assert process.returncode == status and "torch/distributed/run.py" not in output, output[-3000:]
     assert last in output.splitlines()[-1], output[-3000:]
+
+
+@pytest.fixture
+def small_group():
+    """Return the file that takes a process into a control group with 900 MB of memory."""
+    group = Path("/sys/fs/cgroup/memory/hf_pretrain")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(900 * 10**6))
+    except OSError as error:
+        pytest.skip(f"no control group of memory: {error}")
+    yield group / "cgroup.procs"
+    group.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_command_says_that_the_kernel_ended_a_rank_for_want_of_memory(tmp_path, small_group):
+    """Two ranks that import torch need more than a gigabyte."""
+    words = [sys.executable, "-m", "hf_pretrain_cli", "pretrain", "--use_cpu", "--nproc", "2"]
+    command = [
+        "bash",
+        "-c",
+        'echo $$ > "$0"; exec "$@"',
+        str(small_group),
+        *words,
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    result = run(command, cwd=ROOT, env=cpu_environment())
+    assert result.returncode == 71, result.stderr
+    assert re.match(r"error: the kernel ended process \d: the memory of this machine", result.stderr.splitlines()[-1])
 
 
 @pytest.mark.slow
