@@ -9,7 +9,7 @@ an update, or while completions are generated), the message names what needs les
 
 import gc
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,8 @@ def _find_batch(error: BaseException) -> tuple[str, dict[str, Any] | None]:
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if (name := frame.f_code.co_name) in (_TRAINING, _EVALUATION):
             inputs = frame.f_locals.get("inputs")
-            is_batch = isinstance(inputs, dict) and isinstance(inputs.get("input_ids"), torch.Tensor)
-            return name, dict(inputs) if is_batch else None
+            # Before GRPO has generated completions, they are prompts.
+            return name, dict(inputs) if isinstance(inputs, Mapping) else None
     return "", None
 
 

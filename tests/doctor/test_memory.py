@@ -19,7 +19,8 @@ import torch
 import hf_pretrain.training.run, trl
 
 allocator = ctypes.CDLL(None)
-allocator.limit_to.argtypes, allocator.largest_seen.restype = [ctypes.c_size_t], ctypes.c_size_t
+allocator.limit_to.argtypes, allocator.limit_to.restype = [ctypes.c_size_t], None
+allocator.largest_seen.restype = ctypes.c_size_t
 limit, phase, report, words = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
 allocator.limit_to(limit or 2**62)
 stop = lambda *args: allocator.limit_to(1024)
