@@ -40,9 +40,9 @@ from typing import Any, NoReturn
 _HERE = Path(__file__).resolve().parent
 FILES = _HERE / "hf_pretrain" if (_HERE / "hf_pretrain/recipes").is_dir() else _HERE
 RECIPES = FILES / "recipes"
-_STAGES, _LAUNCHERS, _SECRETS, _TEXTS = (
+_STAGES, _LAUNCHERS, _SECRETS, _TEXTS, _EMBEDDED = (
     runpy.run_path(str(_HERE / f"hf_pretrain/{name}.py"))
-    for name in ("runtime/stages", "runtime/launchers", "runtime/secret_words", "runtime/texts")
+    for name in ("runtime/stages", "runtime/launchers", "runtime/secret_words", "runtime/texts", "runtime/embedded")
 )
 STAGES, LAUNCHED, LAUNCHERS = tuple(_STAGES["STAGES"]), _STAGES["LAUNCHED"], _LAUNCHERS["LAUNCHERS"]
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
@@ -304,6 +304,8 @@ def print_list(words: Sequence[str] = ()) -> None:
     print(
         f"{t('Data')} (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file, s3://..."
     )
+    licences = (f"{name} {each.licence} ({each.package})" for name, each in _EMBEDDED["LICENCES"].items())
+    print(f"{t('Licences')}: {', '.join(licences)}")
 
 
 def print_completion(shell: str) -> None:

@@ -12,6 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import hf_pretrain
 from hf_pretrain.hub.model_card import format_conversion_card
 from tests.invariants.launching import ROOT, make_output
 
@@ -47,6 +48,17 @@ def test_every_device_says_how_it_is_proven():
     header, _, *rows = re.findall(r"^\|(.*)\|$", section.split("\n## ")[0], re.MULTILINE)
     assert header.split("|")[-1].strip() == "proven how" and len(rows) >= 8
     assert [row for row in rows if not all(cell.strip() for cell in row.split("|")) or row.count("|") != 2] == []
+
+
+@pytest.mark.documents
+def test_the_python_reference_has_every_public_name_and_no_other():
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\.\. (?:autoclass|autofunction|py:data):: hf_pretrain\.(\w+)", page, re.MULTILINE)
+    assert sorted(shown) == sorted(hf_pretrain.__all__)
+    members = re.findall(r"^\.\. autoclass:: hf_pretrain\.(\w+)\(.*\n   :members: (.*)", page, re.MULTILINE)
+    public = [getattr(hf_pretrain, name) for name in shown if name != "PRESETS"]
+    public += [vars(getattr(hf_pretrain, name))[member] for name, names in members for member in names.split(", ")]
+    assert len(public) > len(shown) and all(each.__doc__ for each in public)
 
 
 def test_the_least_version_of_transformers_is_the_same_everywhere(build_model):

@@ -17,7 +17,7 @@ from ..rows.encoding import encode_conversation
 from ..runtime.errors import UserError
 from ..tokenizer.control_tokens import encode_prompt
 from ..tokenizer.rendering import set_template
-from .conversations import ANSWERS, QUESTIONS
+from .conversations import ANSWERS, GENERATED, QUESTIONS
 from .records import Record
 
 
@@ -28,7 +28,7 @@ NUM_CHECKED = 500
 # Tokens of a row on the page.
 MAX_SHOWN = 2000
 # Fields of records and messages that are read.
-_READ = {"messages", "conversations", "history", "system", *QUESTIONS, *ANSWERS}
+_READ = {"messages", "conversations", "history", "system", GENERATED, *QUESTIONS, *ANSWERS}
 _READ |= {"tools", "weight", "loss", "chat_template_kwargs", "role", "from", "content", "value", "tool_calls"}
 _READ |= {"reasoning_content", "reasoning", "thinking"}
 NOTHING = "train nothing: the model would not generate their answers so, or their weights are 0"

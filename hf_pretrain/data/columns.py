@@ -6,12 +6,12 @@ from typing import Any
 from ..rows.reading import Reading
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
-from .conversations import ANSWERS, QUESTIONS
+from .conversations import ANSWERS, GENERATED, QUESTIONS
 from .formats import BadRecord
 
 
 # Columns that decide what a record teaches.
-_DECIDING = ("messages", "conversations", "chosen", "rejected", *QUESTIONS, *ANSWERS)
+_DECIDING = ("messages", "conversations", "chosen", "rejected", *QUESTIONS, *ANSWERS, GENERATED)
 COLUMN_NAMES = (*_DECIDING, "text", "history", "system", "tools", "chat_template_kwargs", "solution", "gt")
 
 

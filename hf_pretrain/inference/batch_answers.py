@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
+from ..data.conversations import GENERATED
 from ..data.formats import BadRecord, check_values, parse_json, read_file
 from ..data.messages import as_text, check_record_fields, is_blank, parse_tools, read_turn, take_weights
 from ..rows.reading import Reading
@@ -17,10 +18,6 @@ from ..runtime.command_line import progress
 from ..runtime.errors import UserError
 from ..runtime.writing import locked
 from ..tokenizer.control_tokens import encode_documents, encode_prompt
-
-
-# The field of the answer in a line of the output.
-ANSWER = "generated"
 
 
 def read_prompts(
@@ -41,8 +38,8 @@ def read_prompts(
     for number, content in read_file(path, Reading(kind="conversation", encoding=encoding)):
         try:
             record = parse_json(content)
-            if not isinstance(record, dict) or ANSWER in record:
-                raise BadRecord(f"not an object, or one with the field {ANSWER!r}, which is for the answer")
+            if not isinstance(record, dict) or GENERATED in record:
+                raise BadRecord(f"not an object, or one with the field {GENERATED!r}, which is for the answer")
             # The model sees no image.
             check_record_fields(record, has_loss=False)
             # The whole record goes into the output.
@@ -115,7 +112,7 @@ def count_answers(path: Path, records: list[dict[str, Any]]) -> int:
 
 def _begin_line(record: dict[str, Any]) -> bytes:
     """Return the line of a record up to its answer."""
-    return json.dumps(record | {ANSWER: ""}, ensure_ascii=False).removesuffix('"}').encode()
+    return json.dumps(record | {GENERATED: ""}, ensure_ascii=False).removesuffix('"}').encode()
 
 
 def write_answers(
@@ -157,7 +154,7 @@ def write_answers(
                 output = model.generate(**batch, **sampling)[:, batch["input_ids"].shape[1] :]
                 answers = tokenizer.batch_decode(output, skip_special_tokens=True)
                 for record, answer in zip(records, answers, strict=True):
-                    file.write(json.dumps(record | {ANSWER: answer}, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(record | {GENERATED: answer}, ensure_ascii=False) + "\n")
                 file.flush()
                 bar.update(len(answers))
     return num_old

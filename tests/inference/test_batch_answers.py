@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from hf_pretrain.data.documents import load_documents
 from hf_pretrain.inference.batch_answers import count_answers, read_prompts, write_answers
+from hf_pretrain.rows.encoding import encode_conversation
+from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.invariants.launching import ROOT, start
 from tests.talking import SUM, TOOL, WEATHER
 from tests.toys import write_jsonl
@@ -28,7 +32,7 @@ RECORDS = [
 @pytest.mark.slow
 def test_answers_equal_those_of_transformers_one_by_one(model, tokenizer, talker, tmp_path):
     source = write_jsonl(tmp_path / "prompts.jsonl", RECORDS)
-    words = f"--use_cpu --temperature 0 --max_new_tokens 30 --batch_size 2 --model_name_or_path {talker}".split()
+    words = f"--use_cpu --temperature 0 --max_new_tokens 40 --batch_size 2 --model_name_or_path {talker}".split()
     files = ["--input", source, "--output", str(tmp_path / "answers.jsonl")]
     result = start([sys.executable, str(ROOT / "recipes/generate.py"), *words, *files])
     assert result.returncode == 0 and "5 answers" in result.stdout, result.stdout
@@ -41,11 +45,30 @@ def test_answers_equal_those_of_transformers_one_by_one(model, tokenizer, talker
         inputs = tokenizer.apply_chat_template(
             prompt, tools=row.get("tools"), add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-        ids = model.generate(**inputs, do_sample=False, max_new_tokens=30, pad_token_id=tokenizer.pad_token_id)
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=40, pad_token_id=tokenizer.pad_token_id)
         assert answer == tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert (
         "</think>\n\nIt is four." in answers[0] and answers[2] == "HELLO YOU" and '<tool_call>\n{"name"' in answers[3]
     )
+    check_that_sft_trains(answers, talker, tmp_path)
+
+
+def check_that_sft_trains(answers: list[str], talker: Path, path: Path) -> None:
+    """Train on `path/answers.jsonl`, and compare the trained text of each row with the answers."""
+    words = f"--use_cpu --bf16 false --report_to none --max_steps 1 --validation_fraction 0 --output_dir {path}/taught"
+    names = ["--model_name_or_path", str(talker), "--dataset_name", str(path / "answers.jsonl")]
+    result = start([sys.executable, str(ROOT / "recipes/sft.py"), *names, *words.split()])
+    assert result.returncode == 0 and not (path / "taught/rejected.jsonl").exists(), result.stdout[-3000:]
+    (launch,) = json.loads((path / "taught/run.json").read_text())
+    assert launch["data"]["counts"][0].startswith(f"Training: {len(answers)} documents,"), launch["data"]
+    reading = Reading(kind="conversation", validation_fraction=0)
+    documents, _ = load_documents([str(path / "answers.jsonl")], reading)
+    tokenizer = load_tokenizer(talker)
+    for document, answer in zip(documents, answers, strict=True):
+        parts = json.loads(document["text"])
+        ids, is_trained = encode_conversation(tokenizer, parts["messages"], parts.get("tools"))
+        trained = [index for index, trains in zip(ids, is_trained, strict=True) if trains]
+        assert tokenizer.decode(trained, skip_special_tokens=True).strip() == answer.strip()
 
 
 @pytest.mark.slow
