@@ -61,16 +61,22 @@ def format_plan(trainer: "RunTrainer", *, language: str = "en") -> str:
         *(("Budget", f"--{name} {vars(args)[name]}") for name in BUDGETS if vars(args)[name] is not None),
         ("Steps", t("{steps} of {rows} sequences each, {passes}", **steps)),
     ]
-    times = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
+    measured = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
     # The first step also compiles.
-    seconds = fmean(times[1:] or times)
-    duration = timedelta(seconds=round(seconds * num_steps))
+    seconds = fmean(measured[1:] or measured)
     tokens = state.num_input_tokens_seen / state.global_step * num_steps
+    speed, duration = tokens / num_steps / seconds, timedelta(seconds=round(seconds * num_steps))
+    times = {"pace": f"{seconds:.3g}", "speed": f"{speed:,.0f}", "all": duration}
     lines += [
         ("Tokens", t("about {tokens}, {each} per parameter", tokens=f"{tokens:,.0f}", each=f"{tokens / number:.3g}")),
         ("Optimizer", f"{optimizer_name(args)}, {t('peak learning rate')} {args.learning_rate:g}"),
         ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device), t)),
-        ("Time", t("{pace} s per step, {all} of training, without evaluations", pace=f"{seconds:.3g}", all=duration)),
+        ("Time", t("{pace} s per step, {speed} tokens/s, {all} of training, without evaluations", **times)),
+        *(
+            []
+            if args.price_per_hour is None
+            else [("Price", f"{args.price_per_hour * seconds * num_steps / 3600:.2f}")]
+        ),
         ("Disk", _describe_disk(trainer, t)),
         ("Files", f"{trainer.run.planned_dir}: {t('model, checkpoints, run.json, report.html')}"),
         ("", f"{HF_DATASETS_CACHE}: {t('prepared data')}"),
