@@ -110,10 +110,11 @@ def rounded(number: float) -> str:
 
 def row(name: str, card: str, price: float) -> list[str]:
     speed, is_measured = tokens_per_second(name, card)
-    first = [name, card, f"{float(f'{speed:.2g}'):,.0f}", "measured" if is_measured else "calculated"]
     found = hours(name, card)
-    money = (price * found[each] for each in ("both", "20 per parameter"))
-    return [*first, *map(rounded, (*(found[each] for each in (*FILES, "20 per parameter")), *money))]
+    figures = [found[each] for each in (*FILES, "20 per parameter")]
+    figures += [price * found[each] for each in ("both", "20 per parameter")]
+    source = "measured" if is_measured else "calculated"
+    return [name, card, f"{float(f'{speed:.2g}'):,.0f}", source, *map(rounded, figures)]
 
 
 def table(prices: dict[str, float]) -> list[str]:
@@ -121,14 +122,17 @@ def table(prices: dict[str, float]) -> list[str]:
     header = ["model", "card", "tokens/s", "", *(f"`{name}`, hours" for name in FILES)]
     header += ["20 tokens per parameter, hours", "both files, price", "20 tokens per parameter, price"]
     rows = [row(name, card, price) for name in MODELS for card, price in prices.items()]
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    return [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
 
 
 def read_prices(words: list[str]) -> dict[str, float]:
     """Return the price of an hour of each card: `0.35` is that of all cards, `3090=0.35` that of one."""
-    given = dict(word.rsplit("=", 1) if "=" in word else ("", word) for word in words)
-    prices = {card: given.get(card.split()[-1], given.get("")) for card in CARDS}
-    return {card: float(price) for card, price in prices.items() if price is not None}
+    given = {card: float(price) for card, _, price in (word.rpartition("=") for word in words)}
+    known = {card.split()[-1]: card for card in CARDS} | {"": ""}
+    if unknown := given.keys() - known.keys():
+        raise SystemExit(f"--price {unknown.pop()}=…: the cards are {', '.join(filter(None, known))}.")
+    named = {known[card]: price for card, price in given.items() if card}
+    return {card: named.get(card, given.get("", 0.0)) for card in CARDS if card in named or "" in given}
 
 
 def main() -> None:
