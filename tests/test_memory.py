@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md and docs/weights.md are those of benchmarks/memory.py, and its parts those of real runs."""
+"""The tables of docs/memory.md and docs/weights.md are those of benchmarks/memory.py, and its parts fit real runs."""
 
 import re
 

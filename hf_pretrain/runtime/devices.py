@@ -59,7 +59,7 @@ def find_unused_gpu() -> str | None:
     built, advice = "without CUDA", _advise(capability)
     if torch.version.cuda:
         built = f"for CUDA {torch.version.cuda}"
-        if capability >= (7, 5):
+        if capability >= (7, 5) or torch.version.cuda == "12.6":
             advice = "Update the driver, or install a torch that fits it (https://pytorch.org/get-started/locally)"
     return (
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "

@@ -72,6 +72,10 @@ def test_an_old_gpu_is_told_the_wheel_that_has_its_kernels(nvidia_smi, monkeypat
         found = find_unused_gpu()
         assert f"{name} with driver {driver}" in found and f"built {built}" in found and wheel in found
         assert "Update the driver" not in found
+    # It is that wheel already.
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    nvidia_smi("Tesla V100-SXM2-16GB, 470.57.02, 7.0")
+    assert "Update the driver" in find_unused_gpu()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
