@@ -97,6 +97,14 @@ def logits_bytes(config: MiniMindConfig, tokens: int) -> float:
     return 4 * config.vocab_size * min(tokens, max(MIN_CHUNK, MAX_LOGITS[0] // config.vocab_size))
 
 
+def head_bytes(config: MiniMindConfig, *, copies: int = 2) -> float:
+    """
+    The gradient of a trained output head in float32, beside the one that accumulates: computed with the loss, and then
+    multiplied by the gradient of the loss. TRL's head has one copy.
+    """
+    return 4 * copies * config.vocab_size * config.hidden_size
+
+
 def trl_logits_bytes(config: MiniMindConfig, tokens: int) -> float:
     """TRL's tile of logits in bfloat16, of DPO and GRPO: at most 4,096 tokens and 32,768 logits each."""
     return 2 * min(tokens, 4096) * min(config.vocab_size, 32768)
@@ -109,7 +117,8 @@ def cache_bytes(config: MiniMindConfig, tokens: int) -> float:
 
 def full(model: MiniMindForCausalLM, tokens: int) -> float:
     config = model.config
-    return trained_bytes(model.num_parameters()) + activation_bytes(config, tokens) + logits_bytes(config, tokens)
+    head = logits_bytes(config, tokens) + head_bytes(config)
+    return trained_bytes(model.num_parameters()) + activation_bytes(config, tokens) + head
 
 
 def lora(model: MiniMindForCausalLM, tokens: int) -> float:
@@ -127,13 +136,15 @@ def dpo(model: MiniMindForCausalLM, tokens: int) -> float:
     """All weights and a reference model. A row is a pair of two sequences."""
     config, count, both = model.config, model.num_parameters(), 2 * tokens
     weights = trained_bytes(count) + reference_bytes(count)
-    return weights + activation_bytes(config, both) + trl_logits_bytes(config, both)
+    head = trl_logits_bytes(config, both) + head_bytes(config, copies=1)
+    return weights + activation_bytes(config, both) + head
 
 
 def grpo(model: MiniMindForCausalLM, tokens: int, *, num_generations: int = 8) -> float:
     """All weights and a reference model, and the larger of the micro-batch and the cache of the rollouts."""
     config, count = model.config, model.num_parameters()
-    training = activation_bytes(config, tokens) + trl_logits_bytes(config, tokens)
+    head = trl_logits_bytes(config, tokens) + head_bytes(config, copies=1)
+    training = activation_bytes(config, tokens) + head
     weights = trained_bytes(count) + reference_bytes(count)
     return weights + max(training, cache_bytes(config, num_generations * tokens))
 
@@ -180,6 +191,7 @@ def parts(name: str, tokens: int) -> dict[str, float]:
         "activation_bytes": activation_bytes(config, tokens),
         "checkpointed": activation_bytes(config, tokens, is_checkpointed=True),
         "logits_bytes": logits_bytes(config, tokens),
+        "head_bytes": head_bytes(config),
         "trl_logits_bytes": trl_logits_bytes(config, tokens),
         "cache_bytes": cache_bytes(config, 8 * tokens),
     }

@@ -22,6 +22,7 @@ PARTS = {  # by the function that the page names; two rows name `activation_byte
     "reference_bytes": ["reference_bytes"],
     "activation_bytes": ["activation_bytes", "checkpointed"],
     "logits_bytes": ["logits_bytes"],
+    "head_bytes": ["head_bytes"],
     "trl_logits_bytes": ["trl_logits_bytes"],
     "cache_bytes": ["cache_bytes"],
 }
@@ -77,6 +78,19 @@ def test_the_sums_bound_the_recorded_peaks():
         shares.append(runs[f"pretrain, {preset}, 80 GiB"]["peak_gib"] / (memory.full(model, 512 * rows) / GIB))
     assert f"{100 * min(shares):.0f} to {100 * max(shares):.0f}%" in " ".join(read(PAGES[0]).split())
     assert max(shares) < 1
+
+
+def test_the_shares_of_measured_peaks_are_those_of_the_record():
+    model = memory.build("SmolLM2-135M")
+    kept = (memory.activation_bytes(model.config, 4096, is_checkpointed=recomputes) for recomputes in (False, True))
+    sums = {name: method(model, 1024) for name, method in memory.METHODS.items()}
+    sums["--activation_checkpointing"] = memory.full(model, 4096) - next(kept) + next(kept)
+    peaks = record("cuda-calls")["memory"]["peaks"]
+    shares = [peak["peak_gib"] * GIB / sums[peak["method"]] for peak in peaks]
+    for page in PAGES:
+        text = re.split(r"SmolLM2-135M (?:with one row|用一行)", read(page))[1].split("cuda-calls")[0]
+        assert re.findall(r"\d+%", text) == [f"{100 * share:.0f}%" for share in shares]
+    assert all(0.85 < share < 1.1 for share in shares)
 
 
 def test_the_cache_of_rollouts_has_the_bytes_of_a_real_one():
