@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from benchmarks import cards
 from tests.invariants.launching import ROOT
 
 
@@ -164,3 +165,41 @@ def test_the_launches_are_those_of_the_record():
         run = runs[f"pretrain, {preset}, 80 GiB"]
         assert cell == f"{run['launches'] + run['matrix_products']:,.0f}, {run['peak_gib']:.1f} GiB", preset
     assert len(rows) == 6
+
+
+@pytest.mark.parametrize(("page", "words"), [("docs/cards.md", {}), ("docs/zh/cards.md", {"measured": "实测"})])
+def test_the_table_of_cards_is_calculated_from_the_record(page, words):
+    words = words and words | {"calculated": "计算"}
+    rows = [line for line in read(page).splitlines() if re.match(r"\| \d+M \|", line)]
+    expected = cards.table(dict.fromkeys(cards.CARDS, 1.0))[2:]
+    for english, other in words.items():
+        expected = [line.replace(f"| {english} |", f"| {other} |") for line in expected]
+    assert rows == expected
+
+
+def test_the_speed_of_a_card_follows_from_products_memory_and_host():
+    # What docs/cards.md says, written out: a step of 104M on an H200, whose device time nobody recorded, and one of
+    # 64M on an RTX 3090.
+    measured = record("step-nvidia-h200")["programs of 104M"]["ours, compiled"]
+    large = cards.build("104M")
+    assert cards.products_ms(large) + cards.rest_ms(large) == pytest.approx(measured["step_ms"], rel=0.05)
+    assert f"{cards.products_ms(large) + cards.rest_ms(large):.1f} " in read("docs/cards.md")
+    products, rest = 6 * 63.912192e6 * 32768 / 878.295e12, (22.4e-3 - 6 * 25.829888e6 * 32768 / 878.295e12)
+    # Bytes that a token keeps, from width 768 and 512, feed-forward width 2,432 and 1,408, keys of 384 and 128.
+    kept = (8 * (6 * 2432 + 18 * 768 + 8 * 384) + 24 * 768) / (8 * (6 * 1408 + 18 * 512 + 8 * 128) + 24 * 512)
+    step = products * 989 / 71 + rest * kept * 4800 / 936
+    speed, is_measured = cards.tokens_per_second("64M", "RTX 3090")
+    assert not is_measured and speed == pytest.approx(815643 * 39.7e-3 / step, rel=1e-4)
+    # A card cannot be faster than the host.
+    assert cards.step_ms(cards.build("26M"), "H100") == cards.step_ms(cards.build("26M"), "H200") == 39.7
+
+
+def test_the_reader_gives_one_price_or_one_for_each_card():
+    assert cards.read_prices(["0.35"]) == dict.fromkeys(cards.CARDS, 0.35)
+    assert cards.read_prices(["T4=0.5", "3090=0.25"]) == {"T4": 0.5, "RTX 3090": 0.25}
+    assert cards.read_prices(["1", "T4=0.5"]) == dict.fromkeys(cards.CARDS, 1.0) | {"T4": 0.5}
+    with pytest.raises(SystemExit, match="the cards are T4, 3060"):
+        cards.read_prices(["V100=1"])
+    # Twice the price, twice the money, at the same hours.
+    (*_, once), (*_, twice) = (cards.row("104M", "RTX 3090", price) for price in (1.0, 2.0))
+    assert (float(once), float(twice)) == (10, 20)

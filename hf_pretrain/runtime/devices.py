@@ -42,25 +42,46 @@ def find_unused_gpu() -> str | None:
             return None
         return (
             f"torch {torch.__version__} has kernels for {', '.join(built)}, and none for "
-            f"{torch.cuda.get_device_name(number)} (sm_{capability[0]}{capability[1]}). Install a torch for another "
-            "version of CUDA (https://pytorch.org/get-started/locally)."
+            f"{torch.cuda.get_device_name(number)} (sm_{capability[0]}{capability[1]}). {_advise(capability)}."
         )
     is_hidden = not re.match(r"\d|GPU-|MIG-", os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip())
     if torch.cuda.is_available() or is_hidden or shutil.which("nvidia-smi") is None:
         return None
-    words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    found = re.match(r"(.+), ([.\d]+)", subprocess.run(words, capture_output=True, text=True).stdout)
-    if found is None:
+    # Old drivers do not know `compute_cap`.
+    for fields in ("name,driver_version,compute_cap", "name,driver_version"):
+        words = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        text = subprocess.run(words, capture_output=True, text=True).stdout
+        if found := re.match(r"(.+?), (\d[.\d]*)(?:, (\d+)\.(\d+))?$", text, re.MULTILINE):
+            break
+    else:
         return None
-    built, advice = f"for CUDA {torch.version.cuda}", "Update the driver, or install a torch that fits it"
-    if not torch.version.cuda:
-        version = torch.__version__.partition("+")[0]
-        index = "https://download.pytorch.org/whl/cu130"
-        built, advice = "without CUDA", f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
+    capability = (int(found[3]), int(found[4])) if found[3] else (7, 5)
+    built, advice = "without CUDA", _advise(capability)
+    if torch.version.cuda:
+        built = f"for CUDA {torch.version.cuda}"
+        if capability >= (7, 5) or torch.version.cuda == "12.6":
+            advice = "Update the driver, or install a torch that fits it (https://pytorch.org/get-started/locally)"
     return (
         f"nvidia-smi lists {found[1]} with driver {found[2]}, and torch {torch.__version__}, built {built}, cannot "
-        f"use it. {advice} (https://pytorch.org/get-started/locally)."
+        f"use it. {advice}."
     )
+
+
+def _advise(capability: tuple[int, int]) -> str:
+    """
+    Return the command that installs a torch with kernels for an NVIDIA GPU.
+
+    The wheels for CUDA 12.6 have kernels for capability 5.0 to 9.0, and those for CUDA 13 from 7.5 on
+    (`PYTORCH_RELEASES_CODE_CC` in `torch.cuda`). torch 2.14 is the last one with wheels for CUDA 12.6
+    (https://github.com/pytorch/pytorch/issues/190385).
+    """
+    if capability < (5, 0):
+        return "No torch that this package supports has any"
+    version, cuda = torch.__version__.partition("+")[0], "130"
+    if capability < (7, 5):
+        version, cuda = version if torch.__version__ < (2, 15) else "2.14.0", "126"
+    index = f"https://download.pytorch.org/whl/cu{cuda}"
+    return f"Run `pip install --force-reinstall torch=={version} --index-url {index}`"
 
 
 def _runs_on(name: str, capability: tuple[int, int]) -> bool:

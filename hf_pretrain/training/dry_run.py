@@ -61,16 +61,15 @@ def format_plan(trainer: "RunTrainer", *, language: str = "en") -> str:
         *(("Budget", f"--{name} {vars(args)[name]}") for name in BUDGETS if vars(args)[name] is not None),
         ("Steps", t("{steps} of {rows} sequences each, {passes}", **steps)),
     ]
-    times = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
+    measured = [entry["training_seconds"] for entry in state.log_history if "training_seconds" in entry]
     # The first step also compiles.
-    seconds = fmean(times[1:] or times)
-    duration = timedelta(seconds=round(seconds * num_steps))
+    seconds = fmean(measured[1:] or measured)
     tokens = state.num_input_tokens_seen / state.global_step * num_steps
     lines += [
         ("Tokens", t("about {tokens}, {each} per parameter", tokens=f"{tokens:,.0f}", each=f"{tokens / number:.3g}")),
         ("Optimizer", f"{optimizer_name(args)}, {t('peak learning rate')} {args.learning_rate:g}"),
         ("Memory", _describe_memory(trainer, peak_memory_bytes(args.device), t)),
-        ("Time", t("{pace} s per step, {all} of training, without evaluations", pace=f"{seconds:.3g}", all=duration)),
+        *_describe_time(args.price_per_hour, seconds * num_steps, num_steps, tokens, t),
         ("Disk", _describe_disk(trainer, t)),
         ("Files", f"{trainer.run.planned_dir}: {t('model, checkpoints, run.json, report.html')}"),
         ("", f"{HF_DATASETS_CACHE}: {t('prepared data')}"),
@@ -111,6 +110,16 @@ def _describe_memory(trainer: "RunTrainer", peak_bytes: float, t: Translation) -
         return text
     # Where each batch has another length, oneDNN keeps a primitive for each matrix product of each new length.
     return text + t(" (a longer run on a CPU may hold twice as much)")
+
+
+def _describe_time(
+    price_per_hour: float | None, seconds: float, num_steps: int, tokens: float, t: Translation
+) -> list[tuple[str, str]]:
+    """Return the rows of the time of all steps and, if an hour has a price, of the price."""
+    times = {"pace": f"{seconds / num_steps:.3g}", "speed": f"{tokens / seconds:,.0f}"}
+    times["all"] = str(timedelta(seconds=round(seconds)))
+    rows = [("Time", t("{pace} s per step, {speed} tokens/s, {all} of training, without evaluations", **times))]
+    return rows if price_per_hour is None else [*rows, ("Price", f"{price_per_hour * seconds / 3600:.2f}")]
 
 
 def _describe_disk(trainer: "RunTrainer", t: Translation) -> str:

@@ -153,7 +153,7 @@ class Meter:
 
 
 # FLOP/s of dense bfloat16 matrix products, from NVIDIA's data sheets. The first match wins, so "H100 PCIe" must stand
-# before "H100".
+# before "H100". The T4 has float16 alone.
 PEAK_FLOPS_PER_SECOND = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -166,6 +166,9 @@ PEAK_FLOPS_PER_SECOND = {
     "L4": 121e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+    "RTX 3060 Ti": 32e12,
+    "RTX 3060": 25.5e12,
+    "T4": 65e12,
 }
 
 

@@ -74,6 +74,7 @@ class LMTrainingArguments(TrainingArguments):
         "pretraining, unless you pass a batch size or an accumulation.",
     )
     dry_run: bool = ignored_flag(False, "Train four steps, print the plan of the run, and stop.")
+    price_per_hour: float | None = ignored_flag(None, "Price of an hour of all devices, for the plan of --dry_run.")
     preview: int = ignored_flag(0, "Print this many rows of data, with trained tokens in colour, and stop.")
     report_to: None | str | list[str] = flag(
         None, "Trackers of the run, or none. By default trackio, if it is installed."

@@ -10,10 +10,14 @@ import sys
 import pytest
 import torch
 
+from hf_pretrain.runtime import devices
 from hf_pretrain.runtime.devices import can_compile, find_unused_gpu, has_bfloat16_units
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import ROOT, start
+
+
+VERSION = torch.__version__.partition("+")[0]
 
 
 @pytest.mark.parametrize(("macos", "expected"), [((13, 6), False), ((14, 0), True), ((26, 1), True)], ids=str)
@@ -49,6 +53,40 @@ def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_pat
     with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
         LMTrainingArguments(output_dir=str(tmp_path))
     assert LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True).device.type == "cpu"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+@pytest.mark.parametrize(("cuda", "built"), [(None, "without CUDA"), ("13.0", "for CUDA 13.0")])
+def test_an_old_gpu_is_told_the_wheel_that_has_its_kernels(nvidia_smi, monkeypatch, cuda, built):
+    """Without a driver that fits, torch finds no GPU, and a newer driver would not help."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for line, wheel in (
+        (
+            "Tesla V100-SXM2-16GB, 535.183.01, 7.0",
+            f"torch=={VERSION} --index-url https://download.pytorch.org/whl/cu126",
+        ),
+        ("Tesla K80, 470.57.02, 3.7", "No torch that this package supports has any."),
+    ):
+        nvidia_smi(f"{line}\nNVIDIA H100 80GB HBM3, 535.183.01, 9.0")
+        name, driver, _ = line.split(", ")
+        found = find_unused_gpu()
+        assert f"{name} with driver {driver}" in found and f"built {built}" in found and wheel in found
+        assert "Update the driver" not in found
+    # It is that wheel already.
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    nvidia_smi("Tesla V100-SXM2-16GB, 470.57.02, 7.0")
+    assert "Update the driver" in find_unused_gpu()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+def test_a_driver_that_does_not_know_the_capability_is_asked_again(nvidia_smi, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    script = tmp_path / "nvidia-smi"
+    nvidia_smi("NVIDIA A100-SXM4-80GB, 450.80.02")
+    script.write_text(
+        script.read_text().replace("echo", "case $1 in *compute_cap*) echo 'Field is invalid.';; *) echo") + "\nesac"
+    )
+    assert "NVIDIA A100-SXM4-80GB with driver 450.80.02" in find_unused_gpu()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
@@ -94,6 +132,7 @@ def test_a_hidden_gpu_and_a_machine_without_one_train_on_the_cpu(nvidia_smi, mon
     ],
 )
 def test_a_gpu_without_kernels_is_refused(monkeypatch, tmp_path, built, capability, runs):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.0+cu130"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
@@ -102,9 +141,39 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch, tmp_path, built, capabili
     found = find_unused_gpu()
     assert (found is None) is runs, found
     if not runs:
-        assert re.search(rf"kernels for {built.replace(' ', ', ')}, and none for NVIDIA X \(sm_\d+\)\. Install", found)
+        assert re.search(
+            rf"kernels for {built.replace(' ', ', ')}, and none for NVIDIA X \(sm_\d+\)\. Run `pip", found
+        )
+        # The wheels for CUDA 13 lack what is older than Turing, and those for CUDA 12.6 what is newer than Hopper.
+        index = f"https://download.pytorch.org/whl/cu{126 if capability < (7, 5) else 130}"
+        assert f"pip install --force-reinstall torch==2.13.0 --index-url {index}`" in found
         with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
             LMTrainingArguments(output_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "wheel"),
+    [
+        ("2.14.0+cu130", (6, 0), "torch==2.14.0 --index-url https://download.pytorch.org/whl/cu126"),
+        # Nobody builds wheels of torch 2.15 for CUDA 12.6.
+        ("2.15.1+cu132", (7, 0), "torch==2.14.0 --index-url https://download.pytorch.org/whl/cu126"),
+        ("2.15.1+cu132", (12, 0), "torch==2.15.1 --index-url https://download.pytorch.org/whl/cu130"),
+    ],
+)
+def test_the_wheel_that_is_named_exists(monkeypatch, version, capability, wheel):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert wheel in devices._advise(capability)
+    # torch's own table of its wheels agrees.
+    kernels = getattr(torch.cuda, "PYTORCH_RELEASES_CODE_CC", None)
+    if kernels is not None:
+        found = kernels[f"{wheel[-3:-1]}.{wheel[-1]}"]["x86_64"]
+        assert any(devices._runs_on(f"sm_{code}", capability) for code in found)
+        assert capability >= (7, 5) or not any(
+            devices._runs_on(f"sm_{code}", capability)
+            for cuda, each in kernels.items()
+            if cuda != "12.6"
+            for code in each["x86_64"]
+        )
 
 
 def test_a_compiler_that_fails_is_found(caplog):

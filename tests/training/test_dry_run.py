@@ -22,6 +22,8 @@ def field(plan: str, label: str) -> str:
 def test_the_plan_has_the_figures_of_the_run(tmp_path):
     # Thirteen rows do not fill a batch of 64, so each step is an epoch.
     sizes = {"max_steps": 50, "save_steps": 10, "save_total_limit": 2, "per_device_train_batch_size": 64}
+    # 72 per hour are 0.02 per second.
+    sizes["price_per_hour"] = 72.0
     trainer = make_run_trainer(tmp_path / "run", **sizes)
     trainer.train_dataset = Dataset.from_list(trainer.train_dataset)
     settle_dry_run(trainer.args)
@@ -32,7 +34,10 @@ def test_the_plan_has_the_figures_of_the_run(tmp_path):
     assert field(plan, "Data") == "Training: 13 documents"
     assert field(plan, "Steps").startswith("50 of 64 sequences each")
     assert "50.00 passes over 13 sequences" in field(plan, "Steps")
-    assert re.match(r"[\d.e-]+ s per step, ", field(plan, "Time"))
+    pace, speed = re.match(r"([\d.e-]+) s per step, ([\d,]+) tokens/s, \d:\d\d:\d\d of", field(plan, "Time")).groups()
+    tokens = int(re.match(r"about ([\d,]+)", field(plan, "Tokens"))[1].replace(",", "")) / 50
+    assert float(speed.replace(",", "")) == pytest.approx(tokens / float(pace), rel=0.01)
+    assert float(field(plan, "Price")) == pytest.approx(50 * float(pace) * 0.02, rel=0.01, abs=0.00501)
     assert field(plan, "Disk").startswith(f"{12 * number / 1e6:,.0f} MB per checkpoint, 2 kept")
     assert field(plan, "Files").startswith(f"{tmp_path / 'run'}: ")
     chinese = format_plan(trainer, language="zh")
