@@ -99,12 +99,12 @@ def test_the_flags_of_the_message_fit(run, stage):
 
 def test_recomputed_activations_and_shorter_rows_are_tried(run):
     *_, largest = run("pretrain", "--output_dir all")
-    status, output, _ = run("pretrain", "--output_dir few --per_device_train_batch_size 1", limit=largest // 40)
+    status, output, _ = run("pretrain", "--output_dir few --per_device_train_batch_size 1", limit=largest // 24)
     # A single row: only its length is left.
     (flags,) = fitting(line_of(status, output))
     assert flags == "--max_length 64, in a new run"
     status, output, _ = run(
-        "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 40
+        "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 24
     )
     assert status == 0, output
 

@@ -176,7 +176,7 @@ def test_memory_that_does_not_suffice_is_one_line(owner, name, monkeypatch, tmp_
     with pytest.raises(SystemExit) as end, one_line_errors():
         trainer.train()
     line = capsys.readouterr().err.splitlines()[-1]
-    refused = r"error: The memory does not suffice: 1,073,741,824.0 MiB were refused; .* are free\."
+    refused = r"error: The memory does not suffice: 4,294,967,296.0 MiB were refused; .* are free\."
     assert end.value.code == 71 and re.match(refused, line), line
     assert all(flag in line for flag in ("--gradient_accum", "--activation_checkp", "--max_length")), line
 
