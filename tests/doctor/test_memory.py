@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 DRIVER = """
 import ctypes, json, os, runpy, sys
 import torch
-import hf_pretrain.training.run, trl
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+import hf_pretrain.training.run
 
 allocator = ctypes.CDLL(None)
 allocator.limit_to.argtypes, allocator.limit_to.restype = [ctypes.c_size_t], None
@@ -27,7 +28,7 @@ stop = lambda *args: allocator.limit_to(1024)
 if phase == "backward":
     torch.nn.modules.module.register_module_full_backward_pre_hook(stop)
 elif phase == "update":
-    torch.optim.optimizer.register_optimizer_step_pre_hook(stop)
+    register_optimizer_step_pre_hook(stop)
 sys.argv = words
 try:
     runpy.run_path(words[0], run_name="__main__")
@@ -118,6 +119,7 @@ def test_the_first_gradients_and_moments_are_refused(run, phase):
         "--per_device_train_batch_size 8 --gradient_accumulation_steps 2",
         "--activation_checkpointing",
         "--max_length 64, in a new run",
+        "--use_peft, in a new run",
         "--ds zero3_offload of hf-pretrain",
     ]
 
