@@ -148,29 +148,21 @@ def evaluate_tasks(
 
 def task_examples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return the examples of a task from the samples that lm-eval logs.
-
-    Returns:
-        `list[dict]`: for each example its `key`, its `text`, the model's `answer`, and `figures`, pairs of total and
-            weight by name: accuracies, bits per byte of a text or, for multiple choice, of the right answer. There,
-            `chance` is the share of right guesses.
+    Return the examples of a task from the samples that lm-eval logs, in the form of `against.py`. Their figures are
+    accuracies, and for multiple choice the bits per byte of the right answer. There, `chance` is the share of guesses
+    that are right.
     """
     examples: dict[Any, dict[str, Any]] = {}
     for sample in samples:
-        each = {"key": sample["doc_id"], "text": str(sample["arguments"][0][0]), "answer": "", "figures": {}}
         # Each filter of the answers gives one sample.
-        each = examples.setdefault(sample["doc_id"], each)
+        new = {"key": sample["doc_id"], "text": str(sample["arguments"][0][0]), "figures": {}}
+        each = examples.setdefault(sample["doc_id"], new)
         suffix = "" if sample["filter"] == "none" else f" ({sample['filter']})"
-        for name in sample["metrics"]:
-            if name.startswith(("acc", "exact_match")) and isinstance(sample[name], (int, float)):
-                each["figures"][name + suffix] = float(sample[name]), 1.0
-        if "bits_per_byte" in sample["metrics"]:
-            nats, num_bytes = sample["bits_per_byte"]
-            each["figures"]["bits per byte"] = -nats / math.log(2), float(num_bytes)
+        names = [name for name in sample["metrics"] if name.startswith(("acc", "exact_match"))]
+        each["figures"] |= {name + suffix: (float(sample[name]), 1.0) for name in names}
         answers = [responses[0] for responses in sample["resps"]]
-        if isinstance(answers[0], str):
-            each["answer"] = answers[0]
-        elif len(answers) > 1:
+        each["answer"] = str(answers[0])
+        if len(answers) > 1:
             _add_choices(each, sample, [log_probability for log_probability, _ in answers])
     return list(examples.values())
 
@@ -180,15 +172,14 @@ def _add_choices(example: dict[str, Any], sample: dict[str, Any], scores: list[f
     # With mutual information, the choices come again, without the question.
     number = len(scores) // (2 if "acc_mutual_info" in sample["metrics"] else 1)
     choices = [str(arguments[1]).strip() for arguments in sample["arguments"][:number]]
+    example["text"] = "\n- ".join([str(sample["arguments"][0][0]), *choices])
     example["chance"], example["answer"] = 1 / number, choices[int(np.argmax(scores[:number]))]
-    example["text"] += "".join(f"\n- {choice}" for choice in choices)
-    target = sample["target"]
-    # A target is the number of a choice, or its text.
-    right = [n for n, choice in enumerate(choices) if target in (n, choice, f" {choice}")]
-    # Where the choices are beginnings of one sentence, the target is the end of all of them.
+    # A target is the number of a choice, or its text. Where the choices are beginnings of one sentence, it is the end
+    # of all of them.
+    right = [n for n, choice in enumerate(choices) if sample["target"] in (n, choice)]
     if len(right) == 1:
-        num_bytes = len(choices[right[0]].encode())
-        example["figures"]["bits per byte of the right answer"] = -scores[right[0]] / math.log(2), float(num_bytes)
+        bits, num_bytes = -scores[right[0]] / math.log(2), len(choices[right[0]].encode())
+        example["figures"]["bits per byte of the right answer"] = bits, float(num_bytes)
 
 
 def read_questions(tasks: list[str]) -> Iterator[str]:

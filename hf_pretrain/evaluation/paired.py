@@ -78,7 +78,8 @@ def student_t(degrees: int) -> float:
 def find_preset(config: Any) -> str | None:
     """Return the preset with the shape of a model's config, if there is one."""
     fields = config.to_dict()
-    return next((name for name, shape in PRESETS.items() if shape.items() <= (shape | fields).items()), None)
+    shapes = {name: {"num_experts": 0} | shape for name, shape in PRESETS.items()}
+    return next((name for name, shape in shapes.items() if shape.items() <= (shape | fields).items()), None)
 
 
 def seed_noise(preset: str | None) -> tuple[float, str] | None:

@@ -1,5 +1,5 @@
 """
-Two models on the same examples: intervals beside a bootstrap, equal models, earlier models, seeds, tasks and questions.
+Two models on the same examples: intervals beside a bootstrap, equal and earlier models, seeds, tasks and questions.
 """
 
 import json
@@ -178,7 +178,7 @@ def test_a_model_and_its_export_are_equal(workspace, capsys):
     content = evaluate(workspace, *text_flags(workspace / "run", workspace / "llama_export"))
     [record] = content["figures"]
     assert record["verdict"].startswith("A and B are equal") and record["num_examples"] == 151
-    assert record["unit"] == "nats per token" and record["examples"] == []
+    assert record["figure"] == "validation: loss in nats per token" and record["examples"] == []
     # The figure of model A is the validation loss of the same evaluation, whose rows hold several documents.
     results = json.loads((workspace / "results/evaluation.json").read_text())
     assert record["first"] == pytest.approx(results["held_out"]["eval_loss"], rel=1e-6)
@@ -224,7 +224,7 @@ def test_models_with_other_tokenizers_are_compared_by_bytes(workspace):
     model.save_pretrained(workspace / "other")
     tokenizer.save_pretrained(workspace / "other")
     [record] = evaluate(workspace, *text_flags(workspace / "other", workspace / "run"))["figures"]
-    assert (record["figure"], record["unit"], record["num_examples"]) == ("bits per byte", "", 151)
+    assert (record["figure"], record["num_examples"]) == ("validation: bits per byte", 151)
     results = json.loads((workspace / "results/evaluation.json").read_text())
     assert record["first"] == pytest.approx(results["held_out"]["eval_bits_per_byte"], rel=1e-5)
     evaluate(workspace, *text_flags(workspace / "run", workspace / "other"))
@@ -262,10 +262,8 @@ def test_choices_have_bits_of_the_right_answer_and_a_level_of_guessing(model, to
     flags = ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks), "--apply_chat_template", "false"]
     content = evaluate(workspace, *text_flags(talker, talker), *flags)
     records = {record["figure"]: record for record in content["figures"]}
-    assert records.keys() == {
-        *("validation loss", "toy_choice acc", "toy_choice acc_norm"),
-        *("toy_choice bits per byte of the right answer", "toy_text bits per byte"),
-    }
+    bits = "toy_choice: bits per byte of the right answer"
+    assert [*records] == ["validation: loss in nats per token", "toy_choice: acc", "toy_choice: acc_norm", bits]
     nats, num_bytes = 0.0, 0
     for example in EXAMPLES:
         (question,) = encode_documents([example["question"]], tokenizer)
@@ -273,13 +271,12 @@ def test_choices_have_bits_of_the_right_answer_and_a_level_of_guessing(model, to
         (ids,) = encode_documents([f"{example['question']} {choice}"], tokenizer)
         nats -= log_probabilities(model, ids[:-1])[len(question) - 2 :].sum().item()
         num_bytes += len(choice.encode())
-    record = records["toy_choice bits per byte of the right answer"]
-    assert record["first"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-4)
+    assert records[bits]["first"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-4)
     results = json.loads((workspace / "results/evaluation.json").read_text())["tasks"]
     assert "examples" not in results["toy_choice"]
-    for task, metric, name in (("toy_choice", "acc", "acc"), ("toy_text", "bits_per_byte", "bits per byte")):
-        assert records[f"{task} {name}"]["first"] == pytest.approx(results[task]["metrics"][metric]["value"], rel=1e-5)
-    assert records["toy_choice acc"]["chance"] == pytest.approx(1 / 3)
+    accuracy = records["toy_choice: acc"]
+    assert accuracy["first"] == pytest.approx(results["toy_choice"]["metrics"]["acc"]["value"])
+    assert accuracy["chance"] == pytest.approx(1 / 3)
     assert all(record["verdict"].startswith("A and B are equal") for record in content["figures"])
 
 
@@ -298,12 +295,9 @@ def test_answers_to_questions_are_compared_with_their_loops(talker, tokenizer, w
     words = [str(talker), "--against", str(workspace / "rambler"), "--enable_thinking", "false"]
     content = evaluate(workspace, *words, "--eval_questions", questions, data="chats.jsonl")
     figures = {record["figure"]: record for record in content["figures"]}
-    right, looping = figures["questions answered right"], figures["answers that loop"]
+    right, looping = figures["questions: answers right"], figures["questions: answers that loop"]
     assert (right["first"], right["second"], right["num_different"]) == (0.5, 0, 1)
     assert right["examples"][0]["text"] == "two and two?" and right["examples"][0]["answers"][0] == "It is four."
     results = json.loads((workspace / "results/evaluation.json").read_text())
     assert results["held_out"]["eval_recall"] == 0.5
     assert looping["first"] == 0 and right["verdict"].startswith("No more than chance")
-    # Without such questions, both answer those of the validation set.
-    content = evaluate(workspace, *words, data="chats.jsonl")
-    assert [record["figure"] for record in content["figures"]] == ["validation loss", "answers that loop"]
