@@ -9,7 +9,7 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     hf-pretrain evaluate --tasks tool_call --validation_fraction 0
     hf-pretrain evaluate --max_length 2048 --inference_rope_scaling 512:4
     hf-pretrain evaluate --tasks my_task --include_path my/tasks --validation_fraction 0
-    hf-pretrain evaluate out/mine --against out/other
+    hf-pretrain evaluate --model_name_or_path out/mine --against out/other
     torchrun --standalone --nproc_per_node 2 recipes/evaluate.py --config recipes/tiny/pretrain.yaml
 
 By default, the recipe evaluates the newest run in `out/`: a base model on text, and any other model on conversations,
