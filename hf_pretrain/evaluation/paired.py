@@ -105,7 +105,7 @@ def judge(difference: Difference, *, lower_is_better: bool, seeds: tuple[float, 
         seeds (`tuple`, *optional*): the [`seed_noise`] of both models' preset, if it is known for this figure.
     """
     if not difference.num_different:
-        return "A and B are equal: no example differs by more than rounding."
+        return "Equal: A and B differ on no example by more than rounding."
     if difference.low <= 0 <= difference.high or difference.num_different < MIN_DIFFERENT:
         return "No more than chance: with other examples of this kind, the other model may be the better one."
     better = "A" if (difference.first < difference.second) == lower_is_better else "B"

@@ -102,7 +102,7 @@ def test_the_two_noises_are_told_apart():
     def say(difference, seeds=known, lower_is_better=True):
         return judge(difference, lower_is_better=lower_is_better, seeds=seeds)
 
-    assert say(make_difference(0.0, num_different=0)).startswith("A and B are equal")
+    assert say(make_difference(0.0, num_different=0)).startswith("Equal")
     assert say(make_difference(0.0005)).startswith("No more than chance")
     assert say(make_difference(-0.02)).startswith(
         "A is better, by more than the chance of the examples, but not of the"
@@ -177,7 +177,7 @@ def text_flags(first: Path, second: Path) -> list[str]:
 def test_a_model_and_its_export_are_equal(workspace, capsys):
     content = evaluate(workspace, *text_flags(workspace / "run", workspace / "llama_export"))
     [record] = content["figures"]
-    assert record["verdict"].startswith("A and B are equal") and record["num_examples"] == 151
+    assert record["verdict"].startswith("Equal") and record["num_examples"] == 151
     assert record["figure"] == "validation: loss in nats per token" and record["examples"] == []
     # The figure of model A is the validation loss of the same evaluation, whose rows hold several documents.
     results = json.loads((workspace / "results/evaluation.json").read_text())
@@ -277,7 +277,7 @@ def test_choices_have_bits_of_the_right_answer_and_a_level_of_guessing(model, to
     accuracy = records["toy_choice: acc"]
     assert accuracy["first"] == pytest.approx(results["toy_choice"]["metrics"]["acc"]["value"])
     assert accuracy["chance"] == pytest.approx(1 / 3)
-    assert all(record["verdict"].startswith("A and B are equal") for record in content["figures"])
+    assert all(record["verdict"].startswith("Equal") for record in content["figures"])
 
 
 def test_answers_to_questions_are_compared_with_their_loops(talker, tokenizer, workspace):
