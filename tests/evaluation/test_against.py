@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from markupsafe import escape
 
 from hf_pretrain import MiniMindForCausalLM, export
 from hf_pretrain.evaluation.paired import (
@@ -207,7 +208,7 @@ def test_a_model_and_an_earlier_one_are_told_apart_and_stand_side_by_side(worksp
     assert first["text"] == short[most]
     assert first["figures"] == pytest.approx([losses[0][most], losses[1][most]], rel=1e-4)
     page = (workspace / "results/against.html").read_text(encoding="utf-8")
-    assert first["text"] in page and record["verdict"] in page
+    assert str(escape(first["text"])) in page and record["verdict"] in page
 
 
 def test_the_page_shows_texts_of_the_data_as_text(workspace, tmp_path):
