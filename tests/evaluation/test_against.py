@@ -220,8 +220,8 @@ def test_the_page_shows_texts_of_the_data_as_text(workspace, tmp_path):
 
 def test_models_with_other_tokenizers_are_compared_by_bytes(workspace):
     texts = [json.loads(line)["text"] for line in (workspace / "held_out.jsonl").read_text().splitlines()]
-    tokenizer = train_tokenizer(texts[:20], vocab_size=280)
-    model = toy_model(vocab_size=280)
+    tokenizer = train_tokenizer(texts[:20], vocab_size=300)
+    model = toy_model(vocab_size=300)
     model.save_pretrained(workspace / "other")
     tokenizer.save_pretrained(workspace / "other")
     [record] = evaluate(workspace, *text_flags(workspace / "other", workspace / "run"))["figures"]
