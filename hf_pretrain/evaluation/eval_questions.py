@@ -33,7 +33,7 @@ class EvalQuestions(AddedFigures):
     """
 
     def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast, *, enable_thinking: bool | None = None):
-        super().__init__(self._ask, prints=True)
+        super().__init__(self.ask, prints=True)
         self.prompts = read_prompts(
             Path(path), tokenizer, encoding="utf-8", max_tokens=MAX_PROMPT_TOKENS, enable_thinking=enable_thinking
         )
@@ -51,7 +51,7 @@ class EvalQuestions(AddedFigures):
         self.step = state.global_step
         super().on_evaluate(args, state, control, model=model, metrics=metrics, **kwargs)
 
-    def _ask(self, model: PreTrainedModel) -> dict[str, float]:
+    def ask(self, model: PreTrainedModel) -> dict[str, float]:
         prompts = [ids for _, ids in self.prompts]
         answers = []
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -59,9 +59,9 @@ class EvalQuestions(AddedFigures):
             ids = generate(model, self.tokenizer, batch, max_new_tokens=MAX_TOKENS, **GREEDY)
             answers += [self.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in ids]
         self.answers.append((self.step, answers))
-        return {"eval_recall": sum(self._are_right(answers)) / len(prompts)}
+        return {"eval_recall": sum(self.are_right(answers)) / len(prompts)}
 
-    def _are_right(self, answers: Sequence[str]) -> list[bool]:
+    def are_right(self, answers: Sequence[str]) -> list[bool]:
         return [_says(answer, record["states"]) for answer, (record, _) in zip(answers, self.prompts, strict=True)]
 
     def format_table(self, *, limit: int = 10) -> str:
@@ -69,10 +69,10 @@ class EvalQuestions(AddedFigures):
         if not self.answers:
             return "No evaluation asked the questions of --eval_questions."
         (start, first), (end, last) = self.answers[0], self.answers[-1]
-        counts = [sum(self._are_right(answers)) for answers in (first, last)]
+        counts = [sum(self.are_right(answers)) for answers in (first, last)]
         lines = ["", f"Questions: {counts[0]} of {len(first)} right at step {start}, {counts[1]} at step {end}"]
         marks = ["wrong", "right"]
-        both = zip(self.prompts, first, last, self._are_right(first), self._are_right(last), strict=True)
+        both = zip(self.prompts, first, last, self.are_right(first), self.are_right(last), strict=True)
         for (record, _), before, after, was_right, is_right in list(both)[:limit]:
             prompt = record["prompt"] if isinstance(record.get("prompt"), str) else str(record.get("messages"))
             lines += [

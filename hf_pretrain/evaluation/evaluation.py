@@ -21,6 +21,7 @@ from ..runtime.errors import UserError, install_command
 from ..runtime.flags import flag
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole
+from ..tokenizer.pretrained import load_tokenizer
 from ..training.evaluation_arguments import check_whole_model
 from ..training.masked_loss_trainer import MaskedLossTrainer
 from ..training.training_arguments import LMTrainingArguments
@@ -78,6 +79,11 @@ class EvaluationArguments(LMTrainingArguments):
     include_path: list[str] | None = flag(None, "Directories with further task YAMLs.")
     num_fewshot: int | None = flag(None, "Examples before each question of a task.")
     limit: float | None = flag(None, "Number of examples per task, or a share if below 1.", bounds="above 0")
+    against: str | None = flag(
+        None,
+        "A second model, to compare the first one with on the same examples; against.html shows both.",
+        names="model",
+    )
 
     def __post_init__(self):
         # In a training config, --output_dir names the run to evaluate. `find_model` later sets it to the directory of
@@ -87,8 +93,9 @@ class EvaluationArguments(LMTrainingArguments):
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
         # The number of processes is known only after transformers' constructor.
-        if self.tasks:
-            check_whole_model(self, "--tasks")
+        for name in ("tasks", "against"):
+            if vars(self)[name]:
+                check_whole_model(self, f"--{name}")
         # The recipe evaluates once, by itself, even if a training config asks for more evaluations.
         self.eval_strategy = "no"
         # It pushes nothing, even if the training does.
@@ -108,6 +115,9 @@ class EvaluationArguments(LMTrainingArguments):
             raise UserError(f"{name} is no directory here: name a directory for the results with --results_dir DIR.")
         self.output_dir = self.results_dir or name
         check_output(self.output_dir, "--results_dir")
+        if self.against is not None:
+            # Name a mistake before the first model is evaluated.
+            load_tokenizer(self.against)
         return name
 
 
@@ -176,7 +186,7 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """
     Return the results of `--tasks`, as [`~evaluation.lm_eval_tasks.evaluate_tasks`] describes them. `is_chat` puts the
-    questions into the chat template.
+    questions into the chat template. The results of `tool_call`, and with `--against` of all tasks, hold `examples`.
     """
     names, results = expand_tasks(args.tasks or ""), {}
     if TASK in names:
@@ -189,6 +199,7 @@ def run_tasks(
 
     options: dict[str, Any] = {name: vars(args)[name] for name in ("include_path", "num_fewshot", "limit")}
     options |= {"batch_size": args.per_device_eval_batch_size, "is_chat": is_chat}
+    options["keeps_examples"] = args.against is not None
     return results | evaluate_tasks(model, tokenizer, names, **options)
 
 

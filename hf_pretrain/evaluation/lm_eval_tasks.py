@@ -7,6 +7,7 @@ the model on texts that look as if their beginning were missing.
 """
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -95,6 +96,7 @@ def evaluate_tasks(
     limit: float | None = None,
     batch_size: int = 8,
     is_chat: bool = False,
+    keeps_examples: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """
     Run tasks of lm-eval. All ranks must call this function; they share the examples, and get the same results.
@@ -108,6 +110,7 @@ def evaluate_tasks(
         limit (`float`, *optional*): the number of examples per task; below 1, their share.
         batch_size (`int`, defaults to 8): texts per batch.
         is_chat (`bool`, defaults to `False`): put the questions into the chat template, as messages of the user.
+        keeps_examples (`bool`, defaults to `False`): also return the `examples` of each task, by [`task_examples`].
 
     Returns:
         `dict`: for each task and each group of tasks its `num_fewshot`,
@@ -127,18 +130,56 @@ def evaluate_tasks(
         task_manager=manager,
         num_fewshot=num_fewshot,
         limit=limit,
-        # Logged samples would keep every question and answer in memory.
-        log_samples=False,
+        # Logged samples keep every question and answer in memory.
+        log_samples=keeps_examples,
     )
     # lm-eval gives results to the first rank only.
     [output] = broadcast_object_list([output])
     summaries = {name: _summary(name, output) for name in output["results"]}
+    for name, samples in output.get("samples", {}).items():
+        summaries[name]["examples"] = task_examples(samples)
     for group, members in output["group_subtasks"].items():
         # Some groups have no figures of their own.
         if group in summaries and summaries[group]["metrics"]:
             for name in set(members) & summaries.keys():
                 summaries[name]["group"] = group
     return summaries
+
+
+def task_examples(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return the examples of a task from the samples that lm-eval logs, in the form of `against.py`. Their figures are
+    accuracies, and for multiple choice the bits per byte of the right answer. There, `chance` is the share of guesses
+    that are right.
+    """
+    examples: dict[Any, dict[str, Any]] = {}
+    for sample in samples:
+        # Each filter of the answers gives one sample.
+        new = {"key": sample["doc_id"], "text": str(sample["arguments"][0][0]), "figures": {}}
+        each = examples.setdefault(sample["doc_id"], new)
+        suffix = "" if sample["filter"] == "none" else f" ({sample['filter']})"
+        names = [name for name in sample["metrics"] if name.startswith(("acc", "exact_match"))]
+        each["figures"] |= {name + suffix: (float(sample[name]), 1.0) for name in names}
+        answers = [responses[0] for responses in sample["resps"]]
+        each["answer"] = str(answers[0])
+        if len(answers) > 1:
+            _add_choices(each, sample, [log_probability for log_probability, _ in answers])
+    return list(examples.values())
+
+
+def _add_choices(example: dict[str, Any], sample: dict[str, Any], scores: list[float]) -> None:
+    """Add the answer, the level of guessing and the bits of the right answer to an example with several choices."""
+    # With mutual information, the choices come again, without the question.
+    number = len(scores) // (2 if "acc_mutual_info" in sample["metrics"] else 1)
+    choices = [str(arguments[1]).strip() for arguments in sample["arguments"][:number]]
+    example["text"] = "\n- ".join([str(sample["arguments"][0][0]), *choices])
+    example["chance"], example["answer"] = 1 / number, choices[int(np.argmax(scores[:number]))]
+    # A target is the number of a choice, or its text. Where the choices are beginnings of one sentence, it is the end
+    # of all of them.
+    right = [n for n, choice in enumerate(choices) if sample["target"] in (n, choice)]
+    if len(right) == 1:
+        bits, num_bytes = -scores[right[0]] / math.log(2), len(choices[right[0]].encode())
+        example["figures"]["bits per byte of the right answer"] = bits, float(num_bytes)
 
 
 def read_questions(tasks: list[str]) -> Iterator[str]:

@@ -35,7 +35,8 @@ def evaluate_tool_calls(
 
     Returns:
         `dict`: as [`~evaluation.lm_eval_tasks.evaluate_tasks`] returns for one task, and `failures`, which holds the
-            `question`, the `problem` and the model's `answer` of each question that does not count.
+            `question`, the `problem` and the model's `answer` of each question that does not count; and `examples`, as
+            [`~evaluation.lm_eval_tasks.task_examples`] returns them.
     """
     if tokenizer.response_template is None:
         raise UserError("--tasks tool_call: without a response_template, no tool call can be recognised.")
@@ -43,18 +44,21 @@ def evaluate_tool_calls(
     cases = content["cases"]
     if limit is not None:
         cases = cases[: math.ceil(limit * len(cases) if limit < 1 else limit)]
-    failures, num_called = [], 0
-    for case in cases:
+    failures, examples, num_called = [], [], 0
+    for number, case in enumerate(cases):
         tools = [tool for tool in content["tools"] if tool["function"]["name"] in case["tools"]]
         chat = Chat(model, tokenizer, {"temperature": 0, "max_new_tokens": 256}, tools=tools)
         problem, is_called, answer = _ask(chat, case)
         num_called += is_called
         if problem:
             failures.append({"question": case["question"], "problem": problem, "answer": answer})
+        figures = {"score": (float(not problem), 1.0), "right calls": (float(is_called), 1.0)}
+        shown = f"{answer}\n({problem})" if problem else answer
+        examples.append({"key": number, "text": case["question"], "answer": shown, "figures": figures})
     scores = {"score": 1 - len(failures) / len(cases), "right calls": num_called / len(cases)}
     metrics = {name: {"value": value, "stderr": None} for name, value in scores.items()}
     facts = {"num_fewshot": 0, "num_examples": len(cases), "group": None}
-    return facts | {"metrics": metrics, "failures": failures}
+    return facts | {"metrics": metrics, "failures": failures, "examples": examples}
 
 
 def _ask(chat: Chat, case: dict[str, Any]) -> tuple[str, bool, str]:

@@ -193,12 +193,12 @@ def _pack_batch(batch: pa.Table, max_length: int, packing_strategy: str) -> pa.T
         lengths = np.diff(starts, append=offsets[-1])
         row_of = starts // max_length
     else:
-        starts, lengths = _split_long(starts, lengths, max_length)
+        starts, lengths = split_long(starts, lengths, max_length)
         row_of = _best_fit_decreasing(lengths, max_length)
     return _lay_out(values, starts, lengths, row_of)
 
 
-def _split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+def split_long(starts: np.ndarray, lengths: np.ndarray, max_length: int) -> tuple[np.ndarray, np.ndarray]:
     """
     Split documents longer than a row into full rows and a rest.
 

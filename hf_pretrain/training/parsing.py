@@ -43,7 +43,11 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
     """
     # The recipe's own docstring has examples.
     parser = RecipeParser(dataclass_types, description=sys.modules["__main__"].__doc__)
-    argv = parser.translate(sys.argv[1:] if argv is None else argv, stage)
+    argv = sys.argv[1:] if argv is None else argv
+    if stage == "evaluate" and argv and not argv[0].startswith("-"):
+        # `hf-pretrain evaluate out/mine --against out/other`
+        argv = ["--model_name_or_path", *argv]
+    argv = parser.translate(argv, stage)
     # Parse twice: the first pass finds the YAML file. The second reads its values and then the command line, which
     # wins because it comes last.
     typed, _ = parser.parse_known_args(argv)

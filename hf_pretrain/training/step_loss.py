@@ -132,7 +132,7 @@ class EvaluationSums:
     def __init__(self, token_bytes: torch.Tensor | None = None, term: Term | None = None):
         self.token_bytes, self.term = token_bytes, term
         # One tensor (3,) or (4,) per batch: the sums of w * CE, of w, of bytes, and of w * the term.
-        self._sums: list[torch.Tensor] = []
+        self.sums: list[torch.Tensor] = []
 
     def add(self, outputs: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Add a batch, whose `ce_loss` is a sum, and return its mean loss in nats per token: 0 without a token."""
@@ -143,7 +143,7 @@ class EvaluationSums:
             # A label of -100 cannot be an index; its weight is 0.
             num_bytes = (weights * self.token_bytes.to(labels.device)[labels.clamp(min=0)]).sum()
         values = [outputs.ce_loss, total, num_bytes, *([] if self.term is None else [outputs.token_loss])]
-        self._sums.append(torch.stack(values).detach())
+        self.sums.append(torch.stack(values).detach())
         return outputs.ce_loss / total.clamp(min=torch.finfo(torch.float32).tiny)
 
     def figures(
@@ -161,9 +161,9 @@ class EvaluationSums:
             `UserError`: if the set has no token to predict.
             `FloatingPointError`: if the loss is not finite.
         """
-        if not self._sums:
+        if not self.sums:
             return {}
-        columns = zip(*gather(torch.stack(self._sums)).tolist(), strict=True)
+        columns = zip(*gather(torch.stack(self.sums)).tolist(), strict=True)
         # `math.fsum` adds on the host without rounding.
         ce_sum, weight, num_bytes, *others = map(math.fsum, columns)
         if weight == 0:

@@ -49,10 +49,10 @@ def test_the_share_of_right_answers(tmp_path, model, tokenizer):
     ]
     records = [{"prompt": question, "states": said} for question, said in zip(QUESTIONS, states, strict=True)]
     questions = EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", records), tokenizer)
-    assert questions._ask(model) == {"eval_recall": pytest.approx(2 / 3)}
+    assert questions.ask(model) == {"eval_recall": pytest.approx(2 / 3)}
     assert questions.answers == [(0, answers)]
     questions.step = 8
-    assert questions._ask(model) and len(questions.answers) == 2
+    assert questions.ask(model) and len(questions.answers) == 2
     table = questions.format_table()
     assert "2 of 3 right at step 0, 2 at step 8" in table
     assert table.count("step 0, right") == table.count("step 8, right") == 2
@@ -76,12 +76,12 @@ def test_numbers_and_thinking(tmp_path, tokenizer):
     records = [{"prompt": "How many?", "states": [[4, "four"]]}] * (BATCH_SIZE + 1)
     path = write_jsonl(tmp_path / "questions.jsonl", records)
     questions = EvalQuestions(path, tokenizer, enable_thinking=False)
-    assert questions._are_right(["There are 4."] * len(records)) == [True] * len(records)
+    assert questions.are_right(["There are 4."] * len(records)) == [True] * len(records)
     assert questions.format_table() == "No evaluation asked the questions of --eval_questions."
     user = [{"role": "user", "content": "How many?"}]
     prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, enable_thinking=False).input_ids
     assert questions.prompts[0][1] == prompt
-    assert questions._ask(toy_model(vocab_size=400).eval()) and len(questions.answers[0][1]) == BATCH_SIZE + 1
+    assert questions.ask(toy_model(vocab_size=400).eval()) and len(questions.answers[0][1]) == BATCH_SIZE + 1
 
 
 def test_no_file_asks_nothing(tokenizer):

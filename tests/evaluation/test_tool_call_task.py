@@ -95,6 +95,12 @@ def test_each_kind_of_failure_is_named(tokenizer, answers, problem):
     assert result["num_examples"] == 1 and result["metrics"]["score"]["value"] == (problem is None)
     assert all(problem in failure["problem"] for failure in result["failures"])
     assert result["metrics"]["right calls"]["value"] == (problem in (None, "does not state 14628"))
+    # `--against` compares the questions one by one.
+    [example] = result["examples"]
+    assert {name: total for name, (total, _) in example["figures"].items()} == {
+        name: entry["value"] for name, entry in result["metrics"].items()
+    }
+    assert (example["text"], problem is None or problem in example["answer"]) == (CASES[0]["question"], True)
 
 
 def test_a_limit_below_one_is_a_share(tokenizer):
