@@ -49,8 +49,8 @@ def main(
     questions = question_args.callbacks(tokenizer, data_args.enable_thinking)
     run.callbacks += questions
     train(run, rows, model, MaskedLossTrainer)
-    if questions and training_args.process_index == 0:
-        print_result(questions[0].format_table())
+    for each in questions if training_args.process_index == 0 else ():
+        print_result(each.format_table())
 
 
 if __name__ == "__main__":

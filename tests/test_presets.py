@@ -105,13 +105,14 @@ def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questi
     monkeypatch.chdir(tmp_path)
     found = parse(monkeypatch, "sft", "--preset", "smollm2")
     own = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", "facts.jsonl")
-    names = ("identity", "general", "identity_questions", "general_held_out")
-    identity, general, questions, held_out = (str(ROOT / f"examples/{name}.jsonl") for name in names)
+    names = ("identity", "general", "identity_questions", "general_held_out", "general_questions")
+    identity, general, questions, held_out, kept = (str(ROOT / f"examples/{name}.jsonl") for name in names)
     assert (found["dataset_name"], found["dataset_weights"]) == ([identity, general], [0.7, 0.3])
     assert (found["eval_dataset_name"], found["eval_questions"]) == ([questions, held_out], questions)
     # General conversations keep what the model knew, also beside the user's facts.
     assert (own["dataset_name"], own["dataset_weights"]) == (["facts.jsonl", general], [0.7, 0.3])
     assert (own["eval_dataset_name"], own["eval_questions"]) == ([held_out], None)
+    assert found["general_questions"] == own["general_questions"] == kept
     # Several files, weights and text mean what they say.
     for words in (["a.jsonl", "b.jsonl"], ["a.jsonl", "--dataset_weights", "1"], ["a.txt", "--dataset_kind", "text"]):
         other = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", *words)

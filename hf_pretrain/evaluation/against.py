@@ -168,7 +168,7 @@ def _ask_questions(
 ) -> list[dict[str, Any]]:
     """Return the questions of `--eval_questions` with a model's answers."""
     examples = []
-    for questions in question_args.callbacks(trainer.processing_class, enable_thinking):
+    for name, questions in enumerate(question_args.callbacks(trainer.processing_class, enable_thinking)):
         questions.ask(trainer.model)
         (_, answers), *_ = questions.answers
         for n, (answer, is_right) in enumerate(zip(answers, questions.are_right(answers), strict=True)):
@@ -179,7 +179,7 @@ def _ask_questions(
             figures = {"answers right": (float(is_right), 1.0), LOOPS: (float(loops), 1.0)}
             record = questions.prompts[n][0]
             text = str(record.get("prompt") or record.get("messages"))
-            examples.append({"key": n, "text": text, "answer": answer, "figures": figures})
+            examples.append({"key": (name, n), "text": text, "answer": answer, "figures": figures})
     return examples
 
 

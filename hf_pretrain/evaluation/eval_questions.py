@@ -1,4 +1,4 @@
-"""Questions with known answers (`--eval_questions`), before, during and after training."""
+"""Questions with known answers (`--eval_questions`, `--general_questions`), before, during and after training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,30 +19,40 @@ BATCH_SIZE = 16
 
 class EvalQuestions(AddedFigures):
     """
-    Ask the questions of a file at each evaluation, with greedy answers, and add the share of right ones as
-    `eval_recall`.
+    Ask the questions of a file at each evaluation, with greedy answers, and add the share of right ones.
 
     Args:
         path (`str`): a file of prompts, as `recipes/generate.py` reads it. Each record has a field `states`, a list of
             texts, or of lists of texts of which one suffices. A right answer contains them all, in any case.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of the run.
         enable_thinking (`bool`, *optional*): with or without reasoning, as in the training.
+        flag (`str`): the flag that names the file, for messages.
+        figure (`str`): the name of the share in the log.
 
     Raises:
         `UserError`: for a record without a prompt or without `states`.
     """
 
-    def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast, *, enable_thinking: bool | None = None):
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        enable_thinking: bool | None = None,
+        flag: str = "eval_questions",
+        figure: str = "eval_recall",
+    ):
         super().__init__(self.ask, prints=True)
+        self.figure, self.title = figure, "Questions" if flag == "eval_questions" else "General questions"
         self.prompts = read_prompts(
             Path(path), tokenizer, encoding="utf-8", max_tokens=MAX_PROMPT_TOKENS, enable_thinking=enable_thinking
         )
         self.tokenizer = tokenizer
         for record, _ in self.prompts:
             if not (states := record.get("states")) or not isinstance(states, list) or [] in states:
-                raise UserError(f"--eval_questions {path}: {record} has no list `states` of what a right answer says.")
+                raise UserError(f"--{flag} {path}: {record} has no list `states` of what a right answer says.")
         if not self.prompts:
-            raise UserError(f"--eval_questions {path} holds no question.")
+            raise UserError(f"--{flag} {path} holds no question.")
         # The step and the answers of each evaluation.
         self.step = 0
         self.answers: list[tuple[int, list[str]]] = []
@@ -59,7 +69,7 @@ class EvalQuestions(AddedFigures):
             ids = generate(model, self.tokenizer, batch, max_new_tokens=MAX_TOKENS, **GREEDY)
             answers += [self.tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in ids]
         self.answers.append((self.step, answers))
-        return {"eval_recall": sum(self.are_right(answers)) / len(prompts)}
+        return {self.figure: sum(self.are_right(answers)) / len(prompts)}
 
     def are_right(self, answers: Sequence[str]) -> list[bool]:
         return [_says(answer, record["states"]) for answer, (record, _) in zip(answers, self.prompts, strict=True)]
@@ -67,10 +77,10 @@ class EvalQuestions(AddedFigures):
     def format_table(self, *, limit: int = 10) -> str:
         """Return the first questions with their answers of the first and of the last evaluation of this process."""
         if not self.answers:
-            return "No evaluation asked the questions of --eval_questions."
+            return f"{self.title}: no evaluation asked them."
         (start, first), (end, last) = self.answers[0], self.answers[-1]
         counts = [sum(self.are_right(answers)) for answers in (first, last)]
-        lines = ["", f"Questions: {counts[0]} of {len(first)} right at step {start}, {counts[1]} at step {end}"]
+        lines = ["", f"{self.title}: {counts[0]} of {len(first)} right at step {start}, {counts[1]} at step {end}"]
         marks = ["wrong", "right"]
         both = zip(self.prompts, first, last, self.are_right(first), self.are_right(last), strict=True)
         for (record, _), before, after, was_right, is_right in list(both)[:limit]:

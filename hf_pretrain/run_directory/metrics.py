@@ -63,6 +63,7 @@ METRICS = (
     Metric("eval_accuracy", "pairs ranked correctly", lower_is_better=False),
     Metric("eval_reward", "mean reward", lower_is_better=False),
     Metric("eval_recall", "questions answered right", lower_is_better=False),
+    Metric("eval_general_recall", "general questions answered right", lower_is_better=False),
     # Figures of greedy answers (inference/samples.py).
     Metric("eval_distinct_2", "distinct-2 of the answers", lower_is_better=False, is_headline=False),
     Metric("eval_repeated_4grams", "share of repeated 4-grams", is_headline=False),

@@ -22,7 +22,7 @@ from .secret_words import hide_secrets
 
 
 # Keys of a YAML file whose paths may be relative to the file.
-_DATA_KEYS = ("dataset_name", "eval_dataset_name", "eval_questions", "mixed_in")
+_DATA_KEYS = ("dataset_name", "eval_dataset_name", "eval_questions", "general_questions", "mixed_in")
 
 
 class FlagFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -60,10 +60,19 @@ class EvalQuestionArguments:
         "File of prompts with the texts that right answers state, to ask at each evaluation.",
         resume="evaluation",
     )
+    general_questions: str | None = flag(
+        None,
+        "File of further such questions, whose answers the training should keep.",
+        resume="evaluation",
+    )
 
     def callbacks(self, tokenizer: PreTrainedTokenizerFast, enable_thinking: bool | None = None) -> list[Any]:
-        """Return the [`~evaluation.eval_questions.EvalQuestions`] of `--eval_questions`, or none."""
-        if self.eval_questions is None:
-            return []
-        questions = load_named("hf_pretrain.evaluation.eval_questions:EvalQuestions")
-        return [questions(self.eval_questions, tokenizer, enable_thinking=enable_thinking)]
+        """Return the [`~evaluation.eval_questions.EvalQuestions`] of each file."""
+        figures = {"eval_questions": "eval_recall", "general_questions": "eval_general_recall"}
+        return [
+            load_named("hf_pretrain.evaluation.eval_questions:EvalQuestions")(
+                path, tokenizer, enable_thinking=enable_thinking, flag=name, figure=figure
+            )
+            for name, figure in figures.items()
+            if (path := vars(self)[name]) is not None
+        ]
