@@ -33,6 +33,7 @@ from ..tokenizer.control_tokens import encode_documents
 from ..tokenizer.rendering import set_template
 from ..training.evaluation_arguments import EvalQuestionArguments
 from ..training.masked_loss_trainer import MaskedLossTrainer
+from ..training.settling import overriding
 from .evaluation import EvaluationArguments, ValidationArguments, make_trainer, run_tasks
 from .paired import ROUNDING, find_preset, judge, paired_difference, seed_noise
 
@@ -122,9 +123,9 @@ def _measure_documents(
     pieces = list(zip(*split_long(starts, lengths, data_args.max_length), strict=True))
     columns = {name: [*chain.from_iterable(encoded[name])] for name in ("input_ids", "loss_mask") if name in encoded}
     rows = [{name: column[start : start + n] for name, column in columns.items()} for start, n in pieces]
-    # The trainer has a copy of the arguments. A batch of one row gives the sums of this row.
-    trainer.args.per_device_eval_batch_size = 1
-    trainer.evaluate(Dataset.from_list(rows))
+    # A batch of one row gives the sums of this row.
+    with overriding(trainer.args, per_device_eval_batch_size=1):
+        trainer.evaluate(Dataset.from_list(rows))
     gathered = trainer.accelerator.gather(torch.stack(trainer.evaluation.sums))
     # (num_ranks * num_batches, 3): ranks take the rows in turn, and rows of weight zero fill up the last batch.
     ordered = gathered.reshape(trainer.args.world_size, -1, 3).transpose(0, 1).reshape(-1, 3)[: len(rows)]

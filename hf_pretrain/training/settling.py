@@ -65,6 +65,7 @@ def overriding(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
     | `eval_on_start` | `train` | a resumed run has evaluated before its first step |
     | `lr_scheduler_kwargs` | `create_scheduler` | transformers has no defaults for some schedules |
     | `dataloader_drop_last` | `_get_dataloader` | the flag is about training, not about evaluations |
+    | `per_device_eval_batch_size` | `evaluation/against.py` | a batch of one row gives the sums of this row |
     | `beta`, `sync_ref_model` | constructors of TRL | TRL would load the reference model from a path |
     """
     before = {name: vars(args)[name] for name in values}
