@@ -16,12 +16,6 @@ from markupsafe import escape
 
 from hf_pretrain import MiniMindForCausalLM, export
 from hf_pretrain.evaluation.paired import Difference, find_preset, judge, paired_difference, seed_noise, student_t
-    Difference,
-    find_preset,
-    judge,
-    paired_difference,
-    student_t,
-)
 from hf_pretrain.model.configuration_minimind import MiniMindConfig
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.errors import UserError
