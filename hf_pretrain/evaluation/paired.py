@@ -92,7 +92,7 @@ def seed_noise(preset: str | None) -> tuple[float, str] | None:
         return None
     losses = record["losses"]
     about = f"{len(losses)} runs of {preset} of {record['max_steps']} steps on {record['data']}"
-    return student_t(len(losses) - 1) * math.sqrt(2) * stdev(losses), about
+    return student_t(len(losses) - 1) * math.sqrt(2) * stdev(losses.values()), about
 
 
 def judge(difference: Difference, *, lower_is_better: bool, seeds: tuple[float, str] | None) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,7 @@ import torch
 from markupsafe import escape
 
 from hf_pretrain import MiniMindForCausalLM, export
-from hf_pretrain.evaluation.paired import (
-    Difference,
-    find_preset,
-    judge,
-    paired_difference,
-    student_t,
-)
+from hf_pretrain.evaluation.paired import Difference, find_preset, judge, paired_difference, seed_noise, student_t
 from hf_pretrain.model.configuration_minimind import MiniMindConfig
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.runtime.errors import UserError
@@ -119,6 +114,19 @@ def test_the_two_noises_are_told_apart():
     six = paired_difference(np.array([[1.0] * 6, [0.0] * 6]), np.ones((2, 6)))
     assert five.low == five.high == 1
     assert say(five, None, False).startswith("No more than chance") and say(six, None, False).startswith("A is better")
+
+
+def test_five_seeds_of_tiny_are_not_ranked():
+    record = json.loads((ROOT / "hf_pretrain/evaluation/seed_noise.json").read_text())["tiny"]
+    losses = list(record["losses"].values())
+    assert len(losses) == 5 and len(set(losses)) == 5
+    bound, about = seed_noise("tiny")
+    # Two runs whose losses have the standard deviation s differ by s * sqrt(2) on average over the square.
+    assert bound == pytest.approx(2.776 * math.sqrt(2) * np.std(losses, ddof=1), rel=0.01)
+    for first, second in combinations(losses, 2):
+        text = judge(make_difference(first - second, half=0.0), lower_is_better=True, seeds=(bound, about))
+        assert f"but not of the seed: two seeds of one recipe differ by up to {bound:.4f}" in text
+    assert seed_noise("minimind2") is None and seed_noise(None) is None
 
 
 def test_the_shape_of_a_model_names_its_preset():
