@@ -334,7 +334,7 @@ def test_a_wheel_pretrains_in_an_empty_directory(tmp_path):
     templates = {"reports/page.html.jinja", "tokenizer/templates/minimind.jinja"}
     # The YAML files name data beside the recipes.
     data = re.findall(r"\.\./\.\./([\w/.]+\.jsonl)", (ROOT / "recipes/smollm2/sft.yaml").read_text())
-    assert len({*data}) == 4
+    assert len({*data}) == 5
     assert {f"hf_pretrain/{name}" for name in ("py.typed", "ds_configs/zero2.json", *templates, *data)} <= names
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
     installed = run(install)

@@ -28,7 +28,7 @@ DOCUMENTED = {
     *("_exit", "_init_weights", "_no_split_modules", "_tied_weights_keys", "_keys_to_ignore_on_save"),
     *("_can_record_outputs", "_can_compile_fullgraph", "_skip_keys_device_placement", "_supports_attention_backend"),
     *("_supports_flash_attn", "_supports_flex_attn", "_supports_sdpa", "_fsdp_plan", "_tp_plan"),
-    *("_abc_impl", "_backward_cls", "_is_protocol"),
+    *("_abc_impl", "_asdict", "_backward_cls", "_is_protocol"),
 }
 UNDOCUMENTED = PAGE.partition("## Public names that are not documented")[2].partition("\n## ")[0]
 # Modules whose names the documentation of these libraries explains, beside those of their top level.
