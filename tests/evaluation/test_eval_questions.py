@@ -77,11 +77,23 @@ def test_numbers_and_thinking(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "questions.jsonl", records)
     questions = EvalQuestions(path, tokenizer, enable_thinking=False)
     assert questions.are_right(["There are 4."] * len(records)) == [True] * len(records)
-    assert questions.format_table() == "No evaluation asked the questions of --eval_questions."
+    assert questions.format_table() == "Questions: no evaluation asked them."
     user = [{"role": "user", "content": "How many?"}]
     prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, enable_thinking=False).input_ids
     assert questions.prompts[0][1] == prompt
     assert questions.ask(toy_model(vocab_size=400).eval()) and len(questions.answers[0][1]) == BATCH_SIZE + 1
+
+
+def test_each_file_has_a_figure_of_its_own(tmp_path, tokenizer):
+    paths = [
+        str(write_jsonl(tmp_path / name, [{"prompt": f"{word}?", "states": states}]))
+        for name, word, states in (("own.jsonl", "Who", ["nobody says this"]), ("general.jsonl", "What", [""]))
+    ]
+    arguments = EvalQuestionArguments(eval_questions=paths[0], general_questions=paths[1])
+    model, asked = toy_model(vocab_size=400).eval(), arguments.callbacks(tokenizer)
+    figures = {name: value for each in asked for name, value in each.ask(model).items()}
+    assert figures == {"eval_recall": 0.0, "eval_general_recall": 1.0}
+    assert [each.format_table().split(":")[0].strip() for each in asked] == ["Questions", "General questions"]
 
 
 def test_no_file_asks_nothing(tokenizer):
