@@ -22,7 +22,7 @@ def make_wheel(directory: Path) -> PackageModel:
         archive.writestr("tiny_gguf-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("tiny_gguf-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return PackageModel("tiny-gguf", "1.0", "tiny_gguf/model.gguf", digest, "me/tiny", "mit", "it is tiny", 1.0, 1.0)
+    return PackageModel("tiny-gguf", "1.0", "tiny_gguf/model.gguf", digest, "me/tiny", "it is tiny", 1.0, 1.0)
 
 
 @pytest.fixture
