@@ -10,7 +10,7 @@ an update, or while completions are generated), the message names what needs les
 import gc
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,11 @@ def explain(trainer: "RunTrainer", error: BaseException) -> OutOfMemory:
     traceback.clear_frames(error.__traceback__)
     trainer.model.zero_grad(set_to_none=True)
     where = "In an evaluation" if phase == _EVALUATION else f"In step {trainer.state.global_step + 1}"
-    fitting = [] if inputs is None or not _is_whole(trainer) else list(_find_fitting(trainer, phase, inputs))
+    fitting: list[str] = []
+    if inputs is not None and _is_whole(trainer):
+        # A user's own collator may make batches that cannot be cut.
+        with suppress(RuntimeError, ValueError, TypeError, KeyError, IndexError):
+            fitting = list(_find_fitting(trainer, phase, inputs))
     if fitting:
         advice = f"Each of these fits, the cheapest first: {'; '.join(fitting)}"
     else:
