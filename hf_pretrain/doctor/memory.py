@@ -49,8 +49,8 @@ def explain(trainer: "RunTrainer", error: BaseException) -> OutOfMemory:
     where = "In an evaluation" if phase == _EVALUATION else f"In step {trainer.state.global_step + 1}"
     fitting: list[str] = []
     if inputs is not None and _is_whole(trainer):
-        # A user's own collator may make batches that cannot be cut.
-        with suppress(RuntimeError, ValueError, TypeError, KeyError, IndexError):
+        # A user's own collator may make batches that cannot be cut. No error of a trial may hide the lack of memory.
+        with suppress(Exception):
             fitting = list(_find_fitting(trainer, phase, inputs))
     if fitting:
         advice = f"Each of these fits, the cheapest first: {'; '.join(fitting)}"

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from hf_pretrain.doctor.memory import explain
 from tests.invariants.launching import ROOT, launcher_command, process_options
 from tests.matrix import make_workspace
 from tests.toys import write_jsonl
+from tests.trainers import make_run_trainer
 
 
 pytestmark = pytest.mark.slow
@@ -108,6 +110,19 @@ def test_recomputed_activations_and_shorter_rows_are_tried(run):
         "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 24
     )
     assert status == 0, output
+
+
+def test_a_batch_that_cannot_be_cut_leaves_the_untried_advice(tmp_path):
+    trainer = make_run_trainer(tmp_path, optim_preset="adamw")
+
+    def training_step(inputs):
+        raise MemoryError
+
+    try:
+        training_step({"texts": ["one of a user's own collator"]})
+    except MemoryError as error:
+        found = str(explain(trainer, error))
+    assert found.startswith("In step 1: The memory does not suffice: MemoryError; ") and "Try one of these" in found
 
 
 @pytest.mark.parametrize("phase", ["backward", "update"])
