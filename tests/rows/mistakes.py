@@ -9,6 +9,10 @@ def collate(row, **settings):
 
 
 MISTAKES = [
-    Mistake("3 tokens is longer than max_length=2", collate({"input_ids": [1, 8, 2], "seq_lengths": [3]}, max_length=2), ValueError),
+    Mistake(
+        "3 tokens is longer than max_length=2",
+        collate({"input_ids": [1, 8, 2], "seq_lengths": [3]}, max_length=2),
+        ValueError,
+    ),
     Mistake("do not sum to the row's 3 tokens", collate({"input_ids": [1, 8, 2], "seq_lengths": [2]}), ValueError),
 ]
