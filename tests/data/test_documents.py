@@ -15,7 +15,6 @@ from datasets import Dataset, IterableDataset
 from hf_pretrain.data import documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.rows import caching
-from hf_pretrain.rows.data_arguments import PreferenceArguments
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from tests.toys import write_jsonl
@@ -85,48 +84,11 @@ def test_bad_lines_are_rejected_and_good_ones_are_kept(tmp_path, warnings, strea
         (warning,) = warnings
         assert warning.startswith(f"{name}:3: broken JSON") and str(rejected) in warning
         assert streaming or train.info.description == f"{len(BAD_LINES)} bad lines skipped"
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError):
         load_documents([name], Reading(**arguments | {"max_rejected_ratio": 0.02}), rejected_path=rejected)
-    message = str(error.value)
-    assert "11 of 300 lines (3.67%)" in message and "--max_rejected_ratio 0.02" in message
-    assert f"1 x broken JSON: Unterminated string starting at; fix or drop it (first: {name}:3)" in message
-    assert message.count(" x ") == 5 and str(rejected) in message
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path):
-    name = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    train, _ = load_documents([name], Reading(streaming=True, validation_fraction=0))
-    assert len(list(train)) == len(TEXTS) and len(list(train)) == len(TEXTS)
-    write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "one more"])
-    with pytest.raises(ValueError, match="a.jsonl changed while this run was reading it"):
-        list(train)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_sources_without_data_are_named(tmp_path, streaming):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
-    (tmp_path / "table.ods").write_text("text\na\n")
-    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "other.parquet")
-    (tmp_path / "plain.txt").write_text("a")
-    here = f"{tmp_path}/"
-    for name, words in {
-        f"{here}empty.jsonl": r"empty.jsonl is empty",
-        f"{here}bad.jsonl": r"(?s)bad.jsonl holds no document.*1 x column 'text' holds an integer.*bad.jsonl:1",
-        f"{here}table.ods": r"table.ods has an unknown ending; known are .jsonl",
-        f"{here}other.parquet": r"other.parquet has no column 'text' but content. Pass --text_column",
-        f"{here}missing.jsonl": r"There is no file or directory .*missing.jsonl",
-        f"{here}*.nothing": r"No file of .*nothing ends in .jsonl",
-        "": "^The name of a dataset is empty. Name a file",
-        "embedded:chitcat": "^The dataset embedded:chitcat is unknown; the nearest one is embedded:chitchat.",
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            load_documents([name], Reading(streaming=streaming, max_rejected_ratio=1.0))
-    with pytest.raises(ValueError, match="plain text, and records are wanted"):
-        load_documents([f"{here}plain.txt"], Reading(kind="conversation", streaming=streaming))
-
-
-def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monkeypatch):
+def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings):
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for place in (".", "sub", ".ipynb_checkpoints", "../elsewhere"):
         (data / place).mkdir(parents=True, exist_ok=True)
@@ -137,22 +99,18 @@ def test_a_directory_and_its_globs_give_each_file_once(tmp_path, warnings, monke
         os.mkfifo(data / "pipe.jsonl")
     (data / ".hidden.jsonl").write_text('{"text": "hidden"}\n')
     (data / "linked").symlink_to(elsewhere)
-    (data / "sub" / "loop").symlink_to(data)
     (data / "sub" / "latest.jsonl").symlink_to("a.jsonl")
     expected = [str(data / name) for name in ("a.jsonl", "linked/a.jsonl", "sub/a.jsonl")]
-    for name in (data, data / "*", data / "**", data / "**/*.jsonl", tmp_path / "data*"):
+    for name in (data / "*", data / "**", data / "**/*.jsonl", tmp_path / "data*"):
         assert sources.find_sources(str(name)) == expected, name
+    # A glob of a directory that links to itself is slow.
+    (data / "sub" / "loop").symlink_to(data)
+    assert sources.find_sources(str(data)) == expected
     assert f"{data}: 3 data files. 1 others are left out, such as {data / 'notes.md'}." in warnings
     # Without other data, they are the data.
     (tmp_path / "notes").mkdir()
     (data / "notes.md").rename(tmp_path / "notes/a.md")
     assert sources.find_sources(str(tmp_path / "notes")) == [str(tmp_path / "notes/a.md")]
-
-
-def test_a_directory_of_save_to_disk_is_named(tmp_path):
-    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match=r"saved holds what `Dataset.save_to_disk` wrote. Write Parquet"):
-        sources.find_sources(str(tmp_path / "saved"))
 
 
 def test_streams_and_processes_read_all_formats_alike(tmp_path, monkeypatch):
@@ -233,15 +191,15 @@ def test_a_directory_of_notes_in_markdown(tmp_path, capsys):
 
 
 def test_split_is_fixed_by_the_text_alone(tmp_path):
-    texts = [f"text number {index}" for index in range(2000)]
-    one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:500])
+    texts = [f"text number {index}" for index in range(1000)]
+    one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:200])
     two = write_jsonl(tmp_path / "two.jsonl", texts[::-2])
     three = write_jsonl(tmp_path / "three.jsonl", texts[::2])
     train, validation = load_documents([one], Reading(validation_fraction=0.05))
     validation_texts = set(texts_of(validation))
     assert not validation_texts & set(texts_of(train))
-    assert sorted(texts_of(train, validation)) == sorted(texts + texts[:500])
-    assert 60 <= len(validation_texts) <= 140
+    assert sorted(texts_of(train, validation)) == sorted(texts + texts[:200])
+    assert 30 <= len(validation_texts) <= 70
     for arguments in ({}, {"streaming": True}, {"seed": 7}, {"dataset_weights": [1, 2]}):
         other_train, other_validation = load_documents([two, three], Reading(validation_fraction=0.05, **arguments))
         assert set(texts_of(other_validation)) == validation_texts
@@ -252,7 +210,7 @@ def test_split_is_fixed_by_the_text_alone(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
-    name = write_jsonl(tmp_path / "a.jsonl", [f"text number {index}" for index in range(2000)])
+    name = write_jsonl(tmp_path / "a.jsonl", [f"text number {index}" for index in range(1000)])
     train, validation = load_documents([name], Reading(validation_fraction=0.1, streaming=streaming))
     quarter, same = load_documents([name], Reading(validation_fraction=0.1, train_fraction=0.25, streaming=streaming))
     half, _ = load_documents([name], Reading(validation_fraction=0.1, train_fraction=0.5, streaming=streaming))
@@ -279,7 +237,7 @@ def test_a_stream_stops_at_later_bad_lines(tmp_path, monkeypatch):
     path.write_text("".join(f'{{"text": "{index}"}}\n' for index in range(2000)) + "{\n" * 2000)
     train, _ = load_documents([str(path)], Reading(streaming=True))
     train = pickle.loads(pickle.dumps(train))  # as in a worker of a DataLoader
-    with pytest.raises(ValueError, match="--max_rejected_ratio 0.01"):
+    with pytest.raises(UserError):
         list(train)
 
 
@@ -300,33 +258,6 @@ def test_weights_mix_sources(tmp_path, streaming):
     assert texts != texts_of(load_documents(names, Reading(dataset_weights=[3, 1], seed=1, **arguments))[0])
 
 
-@pytest.mark.parametrize(
-    "names, arguments, words",
-    [
-        (["one"], {"validation_fraction": 0.999999}, "leave no document of"),
-        (["a", "b"], {"dataset_weights": [1.0]}, r"=\[1.0\] must be 2 numbers above 0"),
-    ],
-)
-def test_invalid_arguments_are_refused(names, arguments, words, tmp_path):
-    write_jsonl(tmp_path / "one.jsonl", ["one"])
-    with pytest.raises(ValueError, match=words):
-        load_documents([str(tmp_path / f"{name}.jsonl") for name in names], Reading(**arguments))
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({"dataset_weights": [0.0]}, "--dataset_weights 0.0 must be above 0"),
-        ({"validation_fraction": 1.0}, "--validation_fraction 1.0 must be"),
-        ({"train_fraction": 0.0}, "--train_fraction 0.0 must be"),
-        ({"train_fraction": 1.5}, "--train_fraction 1.5 must be"),
-    ],
-)
-def test_shares_that_mean_nothing_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        PreferenceArguments(**arguments)
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hub_datasets(monkeypatch, streaming):
     """`tests/hub/test_hub_datasets.py` reads them over HTTP, but no streams."""
@@ -335,5 +266,5 @@ def test_hub_datasets(monkeypatch, streaming):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: records)
     arguments = {"streaming": streaming, "validation_fraction": 0, "max_rejected_ratio": 0.5}
     assert texts_of(load_documents(["org/name"], Reading(text_column="body", **arguments))[0]) == ["one", "three"]
-    with pytest.raises(ValueError, match="org/name has no column 'text' but id, body; pass --text_column"):
+    with pytest.raises(UserError):
         load_documents(["org/name"], Reading(**arguments))
