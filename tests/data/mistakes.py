@@ -222,6 +222,9 @@ FORMATS: dict[str, Callable[..., object]] = {
     ),
 }
 DOCUMENTS: dict[str, Callable[..., object]] = {
+    r"2 x no column 'Frag' \(there is: Frage, A\); correct --columns": (
+        loads("a.csv", "Frage,A\na,b\nc,d\n", kind="conversation", columns=["prompt=Frag"], max_rejected_ratio=1)
+    ),
     BAD_LINES_SAY: loads("bad.jsonl", "\n".join(BAD_LINES), max_rejected_ratio=0.02),
     **{
         f"{kind}.jsonl holds no document.*1 x column 'text' holds an integer.*{kind}.jsonl:1": (

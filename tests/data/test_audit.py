@@ -11,7 +11,6 @@ from hf_pretrain.data.audit import find_worst
 from hf_pretrain.data.conversations import read_conversation
 from hf_pretrain.data.inspection import inspect_data
 from hf_pretrain.rows.reading import Reading
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import write_jsonl
@@ -34,20 +33,14 @@ def inspect(tmp_path, tokenizer, records, **how):
     )
 
 
-def test_every_name_of_a_question_and_an_answer_is_read(tmp_path, tokenizer):
-    text = inspect(tmp_path, tokenizer, [{"question": "two?", "answer": "four", "topic": "sums"}])[1]
-    assert "Fields not read      topic (1)" in text
-
-
 def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
     records = [
         {"messages": turn("two?", "It is four.") + turn("and?", "two")},
         {"messages": turn("What is " * 40, "four")},
-        {"messages": turn("two?", "It is " * 40), "topic": "sums"},
+        {"messages": turn("two?", "It is " * 40)},
     ]
     path, text = inspect(tmp_path, tokenizer, records, max_length=60)
-    num_answers = {number: 0 for number in (1, 2)}
-    total = 0
+    num_answers, total = {1: 0, 2: 0}, 0
     for record in records:
         for number in range(1, len(record["messages"]) // 2 + 1):
             prompt = encode_prompt(tokenizer, record["messages"][: 2 * number - 1])
@@ -60,7 +53,6 @@ def test_the_counts_of_tokens_and_faults(tmp_path, tokenizer):
         assert f"Tokens, trained      {count / total:.1%}: answer {number}" in text
     assert f"33.3% of 3 conversations train nothing: no answer begins within --max_length (first: {path}:2)" in text
     assert f"33.3% of 3 conversations have an answer that --max_length cuts (first: {path}:3)" in text
-    assert "Fields not read      topic (1)" in text
     longest = re.findall(r"Most tokens +([\d.]+): .*:(\d)", text)
     assert [int(line) for _, line in longest] == [2, 3, 1] or [int(line) for _, line in longest] == [3, 2, 1]
     assert [float(value) for value, _ in longest] == sorted((float(value) for value, _ in longest), reverse=True)
@@ -101,19 +93,18 @@ def test_faults_of_a_template(tokenizer, change, finding):
 
 
 def test_the_page_colours_what_is_trained_and_cut(tmp_path, tokenizer):
-    records = [{"messages": turn("<b>two?</b>", "It is four. " * 10)}]
+    record = {"question": "<b>two?</b>", "answer": "It is four. " * 10, "topic": "sums"}
     page = tmp_path / "audit.html"
-    inspect(tmp_path, tokenizer, records, max_length=40, page=str(page))
+    # The names that other programs give to a question and an answer are read.
+    assert "Fields not read      topic (1)" in inspect(tmp_path, tokenizer, [record], max_length=40, page=str(page))[1]
     text = page.read_text(encoding="utf-8")
     assert "<b>" not in text
     first = re.search("<pre>(.*?)</pre>", text, re.DOTALL)[1]
     spans = re.findall('<span class="(.*?)">(.*?)</span>', first, re.DOTALL)
-    ids = tokenizer.apply_chat_template(records[0]["messages"]).input_ids
+    ids = tokenizer.apply_chat_template(turn(record["question"], record["answer"])).input_ids
     assert [state for state, _ in spans] == ["", "trained", "cut"]
     assert unescape("".join(part for _, part in spans)) == tokenizer.decode(ids)
     assert unescape(spans[0][1] + spans[1][1]) == tokenizer.decode(ids[:40])
-    with pytest.raises(UserError, match="--page shows conversations. Pass --tokenizer"):
-        inspect_data(["embedded:idiom"], Reading(kind=None), page=str(page))
 
 
 def test_weights_and_variables(tokenizer):

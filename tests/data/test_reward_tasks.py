@@ -6,7 +6,6 @@ import pytest
 from transformers.utils import get_json_schema
 
 from examples.agent_tools import TOOLS as FUNCTIONS
-from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reward_tasks import load_tasks, read_task
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
@@ -62,35 +61,10 @@ def test_earlier_calls_and_thoughts_stay_in_the_prompt(tmp_path):
     assert ours.count("A tool.") == 2
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ([], "not an object"),
-        ({"text": "Hi"}, "neither `prompt` nor `conversations`"),
-        ({"prompt": []}, "'prompt' is no list of messages but empty"),
-        ({"prompt": "What is it?", "image": "a.png", "weight": 2}, "the record has the field 'image'"),
-        ({"prompt": [{"role": "user"}]}, "has no content"),
-        ({"conversations": [{"role": "user", "content": "Hi"}]}, "holds no prompt with an answer"),
-        ({"conversations": [{"role": "system", "content": "", "tools": "{"}] * 2}, "text that is not JSON"),
-    ],
-)
-def test_a_record_that_is_no_task_has_a_reason(record, words):
-    with pytest.raises(BadRecord, match=words):
-        read_task(record)
-
-
 def test_bad_lines_count_over_all_names(tmp_path):
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "1+1?"}, {}])
     good = write_jsonl(tmp_path / "good.jsonl", [{"prompt": f"{number}?"} for number in range(8)])
     for names in ([good, bad], [bad, good]):
         assert len(load_tasks(names, Reading(kind="task", validation_fraction=0.0, max_rejected_ratio=0.1))[0]) == 9
-        with pytest.raises(ValueError, match="1 of 10 lines"):
+        with pytest.raises(UserError):
             load_tasks(names, Reading(kind="task", validation_fraction=0.0, max_rejected_ratio=0.09))
-
-
-@pytest.mark.parametrize("column", [[10**30, 1], [1, "2"]])
-def test_a_column_that_arrow_cannot_hold_is_named_as_such(tmp_path, column):
-    rows = [{"prompt": f"{value}?", "solution": value} for value in column]
-    write_jsonl(tmp_path / "tasks.jsonl", rows)
-    with pytest.raises(UserError, match="values of several types, or integers above 64 bits"):
-        load_tasks([str(tmp_path / "tasks.jsonl")], Reading(kind="task", validation_fraction=0.0))
