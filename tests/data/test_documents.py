@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 
 from hf_pretrain.data import documents, rejected, sources
 from hf_pretrain.data.documents import load_documents
@@ -182,14 +182,6 @@ def share_of(text):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
 
-def test_a_directory_of_notes_in_markdown(tmp_path, capsys):
-    notes = [f"# Note {index}\n\nText.\n\n```\na\n\nb\n```\n" for index in range(40)]
-    for index, note in enumerate(notes):
-        (tmp_path / f"{index}.md").write_text(note)
-    train, validation = load_documents([str(tmp_path)])
-    assert sorted(texts_of(train, validation)) == sorted(notes) and len(validation) > 0
-
-
 def test_split_is_fixed_by_the_text_alone(tmp_path):
     texts = [f"text number {index}" for index in range(1000)]
     one = write_jsonl(tmp_path / "one.jsonl", texts + texts[:200])
@@ -256,15 +248,3 @@ def test_weights_mix_sources(tmp_path, streaming):
         assert found == pytest.approx([counted[kind] / sizes[kind] for kind in "ab"], rel=0.2)
     assert texts == texts_of(load_documents(names, Reading(dataset_weights=[0.75, 0.25], **arguments))[0])
     assert texts != texts_of(load_documents(names, Reading(dataset_weights=[3, 1], seed=1, **arguments))[0])
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_hub_datasets(monkeypatch, streaming):
-    """`tests/hub/test_hub_datasets.py` reads them over HTTP, but no streams."""
-    table = Dataset.from_dict({"id": [1, 2, 3], "body": ["one", None, "three"]})
-    records = table.to_iterable_dataset() if streaming else table
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: records)
-    arguments = {"streaming": streaming, "validation_fraction": 0, "max_rejected_ratio": 0.5}
-    assert texts_of(load_documents(["org/name"], Reading(text_column="body", **arguments))[0]) == ["one", "three"]
-    with pytest.raises(UserError):
-        load_documents(["org/name"], Reading(**arguments))

@@ -67,7 +67,6 @@ def test_documents_of_word_and_pdf(tmp_path):
     assert [record.text.split() for record in records][1] == "A page of text.".split()
     assert "\f" not in records[1].text
     assert records[0].text.split() == records[2].text.split() == [*TEXT.split(), "The", "second.", "cell"]
-    assert len(load_documents([str(tmp_path)], Reading(validation_fraction=0))[0]) == 3
     # Beside records, they describe them.
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
     assert find_sources(str(tmp_path)) == [str(tmp_path / "d.jsonl")]

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from hf_pretrain.rows.collators import DataCollatorForPackedRows
@@ -26,8 +25,6 @@ def test_max_length_sets_the_width():
     assert batch["input_ids"][0, 7:].tolist() == [9, 9]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
     assert batch["labels"][0, 7:].tolist() == [-100, -100]
-    with pytest.raises(ValueError, match="7 tokens is longer than max_length=6"):
-        DataCollatorForPackedRows(pad_token_id=9, max_length=6)(ROWS)
 
 
 def test_loss_mask_and_labels_agree():
@@ -37,11 +34,6 @@ def test_loss_mask_and_labels_agree():
     assert batch["labels"].tolist() == [[-100, 5, -100, 2, -100, -100, 2], [-100, 8, 2, -100, -100, -100, -100]]
     assert batch["loss_mask"].tolist() == [[0.0, 0.5, 0.0, 2.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0]]
     assert batch["loss_mask"].dtype == torch.float32
-
-
-def test_lengths_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match="do not sum to the row's 3 tokens"):
-        DataCollatorForPackedRows(pad_token_id=0)([{"input_ids": [1, 8, 2], "seq_lengths": [2]}])
 
 
 def test_rows_of_other_programs():
@@ -59,5 +51,3 @@ def test_rows_of_other_programs():
     assert all(torch.equal(torch.as_tensor(plain[name]), torch.as_tensor(again[name])) for name in plain)
     chosen = collate([{"input_ids": [1, 8, 2], "labels": [1, -100, 2]}])
     assert chosen["labels"].tolist() == [[-100, -100, 2]]
-    with pytest.raises(ValueError, match=r"lists of equal length.*'labels': \(2,\)"):
-        collate([{"input_ids": [1, 8, 2], "labels": [1, 8]}])

@@ -1,6 +1,5 @@
 """Masks, weights and truncation of hand-marked conversations."""
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -109,33 +108,10 @@ def test_templates_of_minimind_get_marks_and_render_the_same(name):
     assert trained == {"v1": "4</s>4</s>", "v3": "4<|im_end|><think>\nso\n</think>\n\n4<|im_end|>"}[name]
 
 
-def test_a_template_without_a_stop_token_is_refused(tokenizer, tmp_path):
+def test_the_template_of_this_package_can_replace_another(tokenizer):
     plain = load_tokenizer(TOKENIZERS / "v3")
-    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="ends no answer with a special token.*--chat_template"):
-        set_template(plain)
-    plain.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template. Pass --chat_template minimind"):
-        set_template(plain)
     set_template(plain, "minimind")
     assert plain.chat_template == tokenizer.chat_template
-    with pytest.raises(ValueError, match="No such file"):
-        set_template(plain, str(tmp_path / "none.jinja"))
-
-
-def test_a_template_that_drops_content_is_refused(tokenizer):
-    plain = load_tokenizer(TOKENIZERS / "v1")
-    set_template(plain)
-    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    for message, part in (
-        (call, "add"),
-        ({"role": "tool", "content": "5"}, "5"),
-        ({**ANSWER, "reasoning_content": "so"}, "so"),
-    ):
-        with pytest.raises(ValueError, match=f"leaves '{part}' out"):
-            encode_conversation(plain, [USER, message, ANSWER])
-    with pytest.raises(ValueError, match="no tokens of this tokenizer"):
-        set_template(plain, "minimind")
 
 
 @pytest.mark.parametrize("value", [0, False, 0.5])
@@ -155,19 +131,6 @@ def test_the_loss_weight_of_an_answer(tokenizer, value):
             assert weights[0].tolist() == expected.tolist()
     # Other programs name the weight `loss`.
     assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == weighted
-    twice = copy.deepcopy(tokenizer)
-    twice.chat_template = twice.chat_template.replace(
-        "{%- generation -%}", "{%- generation -%}{{- 'Now' -}}{%- endgeneration -%}{{- ': ' -}}{%- generation -%}"
-    )
-    with pytest.raises(ValueError, match="does not mark one text for each of 2 messages of the assistant"):
-        ConversationEncoder()([weighted], twice, max_length=100)
-
-
-def test_an_error_of_a_template_names_the_conversation(tokenizer):
-    broken = copy.deepcopy(tokenizer)
-    broken.chat_template += "{{ messages[0].content % 1 }}"
-    with pytest.raises(ValueError, match="cannot render the conversation that begins '2.2.': not all arguments"):
-        encode_conversation(broken, [USER, ANSWER])
 
 
 def test_train_on_the_last_turn(tokenizer):
@@ -209,5 +172,3 @@ def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
     assert list(streamed) == list(rows)
     none, report = prepare_rows(conversations([40]), tokenizer, **how)
     assert len(none) == report.num_tokens == 0 and report.num_dropped == 1
-    with pytest.raises(ValueError, match="would cut conversations apart"):
-        prepare_rows(documents, tokenizer, packing_strategy="wrapped", **how)

@@ -68,25 +68,22 @@ def test_rows_are_hashed_once(tmp_path, hashed):
     assert describe_data(load(tmp_path, ["one", "two", "two two"]))["digest"] != first["digest"]
 
 
-def empty(path: Path) -> None:
-    path.write_text("")
-
-
-def cut(path: Path) -> None:
-    path.write_text(path.read_text()[:-9])
-
-
-def fill_with_a_list(path: Path) -> None:
-    path.write_text("[]")
-
-
 def touch_rows(path: Path) -> None:
     """Give the Arrow files another time, as if they had been written again."""
     for file in json.loads(path.read_text())["files"]:
         os.utime(path.with_name(file), ns=(1, 1))
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, empty, cut, fill_with_a_list, touch_rows])
+DAMAGES = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_text(""),
+    "cut": lambda path: path.write_text(path.read_text()[:-9]),
+    "a list": lambda path: path.write_text("[]"),
+    "of other rows": touch_rows,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_manifest_is_written_again(tmp_path, hashed, damage):
     rows = load(tmp_path, ["one", "two", "one two three"])
     first, path = describe_data(rows), manifest._manifest_path(rows)

@@ -129,8 +129,3 @@ def test_rows_are_the_same_for_streams_and_processes(tokenizer, texts, monkeypat
     two, two_report = pack(texts, tokenizer, num_proc=2, **how)
     assert list(two) == list(one) and vars(two_report) == vars(one_report)
     assert two.features == one.features == packing.ROW_FEATURES
-
-
-def test_a_short_length_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="max_length=4 is too short"):
-        pack(["a"], tokenizer, 4)
