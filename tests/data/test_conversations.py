@@ -130,14 +130,11 @@ def test_tool_calls_of_sharegpt_and_openai():
     call = {"type": "function", "function": {"name": "add", "arguments": json.dumps(CALL["arguments"])}}
     nested = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
     assert json.loads(read_conversation(nested))["messages"][1]["tool_calls"] == [CALL]
-
-
-def test_other_names_of_arguments_and_thoughts():
-    arguments = {"a": 2, "b": None}
-    named = {"role": "assistant", "tool_calls": [{"name": "add", "parameters": arguments}], "thinking": "so"}
-    message = json.loads(read_conversation({"messages": [USER, named]}))["messages"][1]
-    # A null in JSON is a value.
-    assert message["tool_calls"][0]["arguments"] == arguments and message["reasoning_content"] == "so"
+    # Other names. A null in JSON is a value.
+    call = {"name": "add", "parameters": {"a": 2, "b": None}}
+    named = {"messages": [USER, {"role": "assistant", "tool_calls": [call], "thinking": "so"}]}
+    message = json.loads(read_conversation(named))["messages"][1]
+    assert message["tool_calls"][0]["arguments"] == call["parameters"] and message["reasoning_content"] == "so"
 
 
 TOOLS = [

@@ -89,12 +89,8 @@ CHANGES = [
 
 
 @pytest.fixture
-def use_cache(tmp_path, monkeypatch):
-    def use(name: str) -> Path:
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / name))
-        return tmp_path / name
-
-    return use
+def use_cache(monkeypatch):
+    return lambda path: monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(path))
 
 
 def write(path: Path, answer: str = "aaa", *, time: int = 1_700_000_000) -> None:
@@ -105,20 +101,23 @@ def write(path: Path, answer: str = "aaa", *, time: int = 1_700_000_000) -> None
 
 @pytest.mark.parametrize(("kind", "change"), CHANGES, ids=str)
 def test_all_that_changes_rows_changes_the_key(tmp_path, tokenizers, use_cache, kind, change):
-    path, change = tmp_path / ("a.txt" if kind == "paragraphs" else "a.jsonl"), dict(change)
-    use_cache("shared")
+    # All changes share a file and a cache, so the rows before them are prepared once.
+    shared, change = tokenizers["one"].parent, dict(change)
+    path = shared / ("a.txt" if kind == "paragraphs" else "a.jsonl")
+    use_cache(shared / "cache")
     write(path)
     before = prepare(kind, path, tokenizers["one"])
     write(path, change.pop("answer", "aaa"))
     directory = tokenizers[change.pop("tokenizer", "one")]
     after = prepare(kind, path, directory, **change)
-    use_cache("empty")
+    use_cache(tmp_path / "empty")
     assert after == prepare(kind, path, directory, **change) != before
 
 
 @pytest.mark.parametrize("kind", ["text", "conversations", "pairs"])
 def test_what_changes_no_row_is_read_from_the_cache(tmp_path, monkeypatch, tokenizers, use_cache, kind):
-    path, cache = tmp_path / "a.jsonl", use_cache("shared")
+    path, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    use_cache(cache)
     write(path)
     rows = prepare(kind, path, tokenizers["one"])
     files = {*cache.rglob("*.arrow")}
