@@ -17,12 +17,11 @@ TOOLS = [get_json_schema(function) for function in FUNCTIONS]
 
 
 def test_embedded_tasks_are_the_same_for_the_same_seed():
-    names = ["embedded:arithmetic"]
-    train, held_out = load_tasks(names, Reading(kind="task", validation_fraction=0.1, seed=1))
-    again, _ = load_tasks(names, Reading(kind="task", validation_fraction=0.1, seed=1))
-    assert train[:] == again[:]
-    first, other = (load_tasks(["embedded:arithmetic"], Reading(kind="task", seed=seed))[0][:] for seed in (1, 2))
-    assert first != other
+    (train, held_out), (again, _), (other, _) = (
+        load_tasks(["embedded:arithmetic"], Reading(kind="task", validation_fraction=0.1, seed=seed))
+        for seed in (1, 1, 2)
+    )
+    assert train[:] == again[:] != other[:]
     prompts = {json.dumps(prompt) for prompt in train["prompt"]}
     assert len(held_out) and not prompts & {json.dumps(prompt) for prompt in held_out["prompt"]}
 

@@ -172,3 +172,5 @@ def test_rows_without_trained_tokens_are_dropped_and_counted(tokenizer):
     assert list(streamed) == list(rows)
     none, report = prepare_rows(conversations([40]), tokenizer, **how)
     assert len(none) == report.num_tokens == 0 and report.num_dropped == 1
+    # No token comes before the first one, so it trains nothing.
+    assert ConversationEncoder("all")(documents["text"][:1], tokenizer, max_length=1)["input_ids"] == [[]]
