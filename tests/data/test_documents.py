@@ -38,11 +38,10 @@ def test_the_rule_of_the_split():
     digest = hashlib.blake2b("日本 text".encode(), digest_size=8).digest()
     share = sum(byte * 256.0 ** -(place + 1) for place, byte in enumerate(digest))
     # The split uses the hash of the text, or of the origin that several documents share.
-    for text, origin in (("日本 text", None), ("another", "日本 text")):
-        assert documents.hashes_are_between([text], [origin], 0.0, share + 1e-9) == [True]
-        assert documents.hashes_are_between([text], [origin], 0.0, share - 1e-9) == [False]
-        assert documents.hashes_are_between([text], [origin], share - 1e-9, 1.0) == [True]
-        assert documents.hashes_are_between([text], [origin], share + 1e-9, 1.0) == [False]
+    for texts in ((["日本 text"], [None]), (["another"], ["日本 text"])):
+        for edge, is_below in ((share + 1e-9, True), (share - 1e-9, False)):
+            assert documents.hashes_are_between(*texts, 0.0, edge) == [is_below]
+            assert documents.hashes_are_between(*texts, edge, 1.0) == [not is_below]
 
 
 def texts_of(*parts):
@@ -142,8 +141,8 @@ def test_streams_and_processes_read_all_formats_alike(tmp_path, monkeypatch):
     assert caching.count_processes(300, 2) == 2 and load(num_proc=2) == whole == load()
 
 
-def by_hash(texts):
-    return sorted(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
+def share_of(text):
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
 
 @pytest.mark.parametrize(
@@ -160,26 +159,20 @@ def by_hash(texts):
 )
 def test_small_data_have_documents_for_validation(tmp_path, capsys, number, schema, fraction, expected):
     """Texts of which none has a hash of the validation set by chance: the ones with the smallest hashes are taken."""
-    texts = [text for text in by_hash(f"note {index}" for index in range(2 * number)) if share_of(text) >= 0.01]
-    texts = texts[:number]
+    texts = [f"note {index}" for index in range(2 * number) if share_of(f"note {index}") >= 0.01]
+    texts = sorted(texts, key=share_of)[:number]
     conversations = [{"prompt": text, "completion": "a"} for text in texts]
     name = write_jsonl(tmp_path / "a.jsonl", texts if schema == "text" else conversations)
-    train, validation = load_documents([str(name)], Reading(kind=schema, validation_fraction=fraction))
+    train, validation = load_documents([name], Reading(kind=schema, validation_fraction=fraction))
     assert (len(train), len(validation)) == (number - expected, expected)
     if schema == "text":
-        assert set(validation["text"]) == {*by_hash(texts)[:expected]}
+        assert set(validation["text"]) == {*texts[:expected]}
     said = f"taking {expected} of {number} documents for validation"
     assert (said in capsys.readouterr().err) == (expected > 0)
     # A second name with one document keeps it.
     one = write_jsonl(tmp_path / "b.jsonl", [texts[0]] if schema == "text" else conversations[:1])
-    assert len(load_documents([str(name), str(one)], Reading(kind=schema, validation_fraction=fraction))[1]) in (
-        0,
-        expected,
-    )
-
-
-def share_of(text):
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
+    _, validation = load_documents([name, one], Reading(kind=schema, validation_fraction=fraction))
+    assert len(validation) in (0, expected)
 
 
 def test_split_is_fixed_by_the_text_alone(tmp_path):
@@ -189,9 +182,8 @@ def test_split_is_fixed_by_the_text_alone(tmp_path):
     three = write_jsonl(tmp_path / "three.jsonl", texts[::2])
     train, validation = load_documents([one], Reading(validation_fraction=0.05))
     validation_texts = set(texts_of(validation))
-    assert not validation_texts & set(texts_of(train))
+    assert not validation_texts & set(texts_of(train)) and 30 <= len(validation_texts) <= 70
     assert sorted(texts_of(train, validation)) == sorted(texts + texts[:200])
-    assert 30 <= len(validation_texts) <= 70
     for arguments in ({}, {"streaming": True}, {"seed": 7}, {"dataset_weights": [1, 2]}):
         other_train, other_validation = load_documents([two, three], Reading(validation_fraction=0.05, **arguments))
         assert set(texts_of(other_validation)) == validation_texts
@@ -203,13 +195,12 @@ def test_split_is_fixed_by_the_text_alone(tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_train_fraction_does_not_change_the_validation_set(tmp_path, streaming):
     name = write_jsonl(tmp_path / "a.jsonl", [f"text number {index}" for index in range(1000)])
-    train, validation = load_documents([name], Reading(validation_fraction=0.1, streaming=streaming))
-    quarter, same = load_documents([name], Reading(validation_fraction=0.1, train_fraction=0.25, streaming=streaming))
-    half, _ = load_documents([name], Reading(validation_fraction=0.1, train_fraction=0.5, streaming=streaming))
-    assert texts_of(same) == texts_of(validation)
-    assert set(texts_of(quarter)) < set(texts_of(half)) < set(texts_of(train))
-    assert 0.21 < len(texts_of(quarter)) / len(texts_of(train)) < 0.29
-    assert texts_of(quarter)[:50] != texts_of(train)[:50], "drawn from all of it, not its beginning"
+    how = {"validation_fraction": 0.1, "streaming": streaming}
+    sets = [load_documents([name], Reading(train_fraction=fraction, **how)) for fraction in (0.25, 0.5, 1.0)]
+    quarter, half, whole = (texts_of(train) for train, _ in sets)
+    assert texts_of(sets[0][1]) == texts_of(sets[2][1])
+    assert {*quarter} < {*half} < {*whole} and 0.21 < len(quarter) / len(whole) < 0.29
+    assert quarter[:50] != whole[:50], "drawn from all of it, not its beginning"
 
 
 def test_a_stream_never_trains_on_validation_hashes_after_its_scan(tmp_path, monkeypatch):
