@@ -114,23 +114,22 @@ def test_the_template_of_this_package_can_replace_another(tokenizer):
     assert plain.chat_template == tokenizer.chat_template
 
 
-@pytest.mark.parametrize("value", [0, False, 0.5])
-def test_the_loss_weight_of_an_answer(tokenizer, value):
-    first = {"role": "assistant", "content": "five"}
-    weighted = read_conversation({"messages": [USER, {**first, "weight": value}, USER, ANSWER]})
+def test_the_loss_weight_of_an_answer(tokenizer):
+    first, values = {"role": "assistant", "content": "five"}, (0, False, 0.5)
+    turns = [[USER, {**first, name: value}, USER, ANSWER] for name in ("weight", "loss") for value in values]
+    weighted = [read_conversation({"messages": turn}) for turn in turns]
+    # Other programs name the weight `loss`.
+    assert weighted[:3] == weighted[3:]
     plain = read_conversation({"messages": [USER, first, USER, ANSWER]})
     for tokens in (tokenizer, *(load_tokenizer(TOKENIZERS / version) for version in ("v1", "v3"))):
         set_template(tokens)
+        is_generated = np.array(encode_conversation(tokens, [USER, first])[1]) > 0
         for train_on in ("assistant", "all"):
-            encoder = ConversationEncoder(train_on)
-            ids, weights, _ = encoder([weighted, plain], tokens, max_length=100).values()
-            assert ids[0] == ids[1]
-            _, is_generated = encode_conversation(tokens, [USER, first])
-            expected = weights[1].copy()
-            expected[: len(is_generated)][np.array(is_generated) > 0] = float(value)
-            assert weights[0].tolist() == expected.tolist()
-    # Other programs name the weight `loss`.
-    assert read_conversation({"messages": [USER, {**first, "loss": value}, USER, ANSWER]}) == weighted
+            ids, weights, _ = ConversationEncoder(train_on)([plain, *weighted], tokens, max_length=100).values()
+            for value, found, row in zip(values, weights[1:], ids[1:], strict=False):
+                expected = weights[0].copy()
+                expected[: len(is_generated)][is_generated] = float(value)
+                assert found.tolist() == expected.tolist() and row == ids[0]
 
 
 def test_train_on_the_last_turn(tokenizer):
