@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import normalizers
-from transformers import MistralConfig, MistralForCausalLM
 
 from hf_pretrain import MiniMindConfig
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights import exporting, package_models
+from hf_pretrain.weights import package_models
+from hf_pretrain.weights.comparing import compare
 from hf_pretrain.weights.exporting import choose_format, export
 from hf_pretrain.weights.gguf import FILE_NAME
 from hf_pretrain.weights.importing import load_upstream
@@ -27,20 +27,16 @@ from hf_pretrain.weights.upstream_lora import load_merged, merge_upstream_lora, 
 from tests.mistakes import Mistake
 from tests.models import GOLDEN, saved_model
 from tests.toys import limited_file_size, toy_model
-from tests.weights.files import MOE, SHAPES, build, rewrite, save_lora, save_stock, write_all, write_upstream
+from tests.weights.files import MOE, SHAPES, build, rewrite, save_lora, write_all, write_upstream
 
 
 EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
-def configured(name, **config):
-    return lambda: load_upstream(GOLDEN / name, config=config)
-
-
-def changed(*changes):
-    """Load the recorded model of v3 with experts, with other tensors."""
-    return lambda tmp_path: load_upstream(write_upstream(tmp_path, "C_moe", dict([changes])))
+def changed(name, *change, **fields):
+    """Load a recorded model with another tensor, if `change` is its name and value, or with other fields."""
+    return lambda tmp_path: load_upstream(write_upstream(tmp_path, name, dict([change] if change else ()), **fields))
 
 
 def bare(name, **config):
@@ -58,23 +54,14 @@ def load_files(*names, content=b"not a tensor in sight", named=""):
     return make
 
 
-def load_with_a_flipped_byte(tmp_path):
-    content = bytearray((GOLDEN / "C_dense/weights.pth").read_bytes())
-    # The byte is in the middle of the embedding, so the values are finite, of the right shape, and wrong.
-    content[10_000] ^= 1
-    load_files("x.pth", content=content)(tmp_path)
+def load_a_damaged_checkpoint(tmp_path):
+    toy_model().config.save_pretrained(tmp_path)
+    load_files("model.safetensors")(tmp_path)
 
 
-def load_a_cut_checkpoint(tmp_path):
-    saved_model(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    load_upstream(tmp_path)
-
-
-def load_a_window(tmp_path):
-    save_stock(tmp_path, MistralForCausalLM, MistralConfig, num_key_value_heads=2, sliding_window=64)
-    load_upstream(tmp_path)
+# The byte is in the middle of the embedding, so the values are finite, of the right shape, and wrong.
+FLIPPED = bytearray((GOLDEN / "C_dense/weights.pth").read_bytes())
+FLIPPED[10_000] ^= 1
 
 
 def fit(format, dtype="float32", **overrides):
@@ -92,15 +79,9 @@ def export_to(format, dtype=None, *, norm=1.0, name="out", **overrides):
     return make
 
 
-def export_another_model(tmp_path, monkeypatch):
-    def write(model, format):
-        model.model.embed_tokens.weight.data *= -1
-        return exporting.AutoModelForCausalLM.from_config(
-            exporting.AutoConfig.for_model(format, **exporting.write_stock_fields(model.config, format))
-        )
-
-    monkeypatch.setattr(exporting, "to_stock_model", write)
-    export_to("llama")(tmp_path)
+def compare_with_another_model():
+    names = {"path": "out", "format": "llama", "dtype": "float32"}
+    compare(toy_model(), toy_model(hidden_act="gelu"), **names, is_exact=True)
 
 
 def export_on_a_full_disk(tmp_path):
@@ -216,35 +197,35 @@ MISTAKES = [
     Mistake("damaged, and was refused before any code in it ran.*`git lfs pull`", load_files("x.pth")),
     # The state of a random number generator is no weights.
     Mistake("model.safetensors is not a file of weights", load_files("rng_state.pth", "model.safetensors")),
-    Mistake("is damaged: the checksum of .* is wrong", load_with_a_flipped_byte),
-    Mistake("no readable weights", load_a_cut_checkpoint),
+    Mistake("is damaged: the checksum of .* is wrong", load_files("x.pth", content=FLIPPED)),
+    Mistake("no readable weights", load_a_damaged_checkpoint),
     # Tensors
-    Mistake("lack the matrix model.layers.0.self_attn.q_proj.weight", changed(QUERY, None)),
-    Mistake("no generation of MiniMind has these names", changed(EMBED, None)),
-    Mistake("lack the matrix model.embed_tokens.weight", changed(EMBED, torch.zeros(160))),
-    Mistake("num_hidden_layers=2, the weights say 3", changed(NORM.replace("1", "2"), torch.ones(32))),
-    Mistake(r"1 of another shape: .*norm.weight is \(16,\) and should be \(32,\)", changed(NORM, torch.ones(16))),
-    Mistake("norm.weight holds values that are not finite", changed(NORM, torch.full((32,), math.inf))),
-    Mistake("norm.weight is no floating-point tensor", changed(NORM, torch.ones(32, dtype=torch.int8))),
-    Mistake("tie_word_embeddings=True, the weights say False", changed("lm_head.weight", torch.zeros(160, 32))),
+    Mistake("lack the matrix model.layers.0.self_attn.q_proj.weight", changed("C_moe", QUERY, None)),
+    Mistake("no generation of MiniMind has these names", changed("C_moe", EMBED, None)),
+    Mistake("lack the matrix model.embed_tokens.weight", changed("C_moe", EMBED, torch.zeros(160))),
+    Mistake("num_hidden_layers=2, the weights say 3", changed("C_moe", NORM.replace("1", "2"), torch.ones(32))),
+    Mistake(r"norm.weight is \(16,\) and should be \(32,\)", changed("C_moe", NORM, torch.ones(16))),
+    Mistake("norm.weight holds values that are not finite", changed("C_moe", NORM, torch.full((32,), math.inf))),
+    Mistake("norm.weight is no floating-point tensor", changed("C_moe", NORM, torch.ones(32, dtype=torch.int8))),
+    Mistake("embeddings=True, the weights say False", changed("C_moe", "lm_head.weight", torch.zeros(160, 32))),
     # Configs
     Mistake("base of v1's rotary table is unknown: give rope_theta", bare("A_dense", n_heads=4)),
     Mistake("give num_attention_heads", bare("B_dense")),
     Mistake("do not show the number of heads", bare("A_dense", rope_theta=1e6)),
     Mistake("give num_experts_per_tok", bare("C_moe")),
-    Mistake("num_hidden_layers=3, the weights say 2", configured("A_dense", n_layers=3)),
-    Mistake("num_key_value_heads=4, the weights say 2", configured("B_dense", num_key_value_heads=4)),
-    Mistake("hidden_size=64, the weights say 32", configured("B_dense", hidden_size=64)),
-    Mistake("no such feature: scoring_func=sigmoid", configured("B_moe", scoring_func="sigmoid")),
-    Mistake("model_type='gemma'", configured("B_dense", model_type="gemma")),
-    Mistake("hidden_act='foo' is not an activation", configured("B_dense", hidden_act="foo")),
-    Mistake("heads=0; it must be a whole number of at least 1", configured("B_dense", num_attention_heads=0)),
-    Mistake("heads='4'; it must be a whole number", configured("B_dense", num_attention_heads="4")),
-    Mistake("rms_norm_eps=nan; it must be a number above 0", configured("B_dense", rms_norm_eps=math.nan)),
-    Mistake("factor='x'; it must be a number above 0", configured("C_dense", rope_scaling={"factor": "x"})),
-    Mistake("pass --inference_rope_scaling to chat", configured("C_dense", inference_rope_scaling=True)),
-    Mistake("bos_token_id", configured("B_dense", bos_token_id="x")),
-    Mistake("sliding_window=64 in the config of a Mistral", load_a_window),
+    Mistake("num_hidden_layers=3, the weights say 2", changed("A_dense", n_layers=3)),
+    Mistake("num_key_value_heads=4, the weights say 2", changed("B_dense", num_key_value_heads=4)),
+    Mistake("hidden_size=64, the weights say 32", changed("B_dense", hidden_size=64)),
+    Mistake("no such feature: scoring_func=sigmoid", changed("B_moe", scoring_func="sigmoid")),
+    Mistake("model_type='gemma'", changed("B_dense", model_type="gemma")),
+    Mistake("hidden_act='foo' is not an activation", changed("B_dense", hidden_act="foo")),
+    Mistake("heads=0; it must be a whole number of at least 1", changed("B_dense", num_attention_heads=0)),
+    Mistake("heads='4'; it must be a whole number", changed("B_dense", num_attention_heads="4")),
+    Mistake("rms_norm_eps=nan; it must be a number above 0", changed("B_dense", rms_norm_eps=math.nan)),
+    Mistake("factor='x'; it must be a number above 0", changed("C_dense", rope_scaling={"factor": "x"})),
+    Mistake("pass --inference_rope_scaling to chat", changed("C_dense", inference_rope_scaling=True)),
+    Mistake("bos_token_id", changed("B_dense", bos_token_id="x")),
+    Mistake("sliding_window=64 in .* a Mistral", changed("C_dense", model_type="mistral", sliding_window=64)),
     # Formats
     Mistake(r"llama cannot hold q/k norms.*: minimind, upstream, qwen3, gguf\.$", fit("llama", qk_norm=True)),
     Mistake(r"attention without q/k norms.*: minimind, upstream, llama, gguf\.$", fit("qwen3")),
@@ -271,8 +252,7 @@ MISTAKES = [
         "--dtype float16: model.norm.weight holds values that are not finite", export_to("llama", "float16", norm=1e5)
     ),
     Mistake("overflow float16; use bfloat16", export_to("gguf", "q8_0", intermediate_size=72, initializer_range=1e5)),
-    Mistake("is not the same model: .* nan .*Please report", export_to("llama", norm=1e38), RuntimeError),
-    Mistake("out was written wrongly: it is not the same model", export_another_model, RuntimeError),
+    Mistake("out was written wrongly: it is not the same model", compare_with_another_model, RuntimeError),
     Mistake("out could not be written, and nothing was kept", export_on_a_full_disk, OSError),
     # GGUF files of others
     Mistake(

@@ -170,39 +170,36 @@ def test_a_pickle_with_more_than_tensors_is_refused_and_nothing_runs(save, tmp_p
     assert not (tmp_path / "ran").exists()
 
 
-CHANGES = {
-    "missing": lambda weights, name: weights.pop(name),
-    "unexpected": lambda weights, name: weights.update({f"{name}.bias": torch.ones(2)}),
-    "of another shape": lambda weights, name: weights.update({name: torch.ones(7)}),
-    "not finite": lambda weights, name: weights.update({name: torch.full_like(weights[name], math.nan)}),
-}
-
-
-@settings(derandomize=True, max_examples=20, deadline=None)
-@given(data=st.data(), change=st.sampled_from(sorted(CHANGES)), is_ours=st.booleans())
-def test_each_tensor_that_does_not_fit_is_named(build_model, tmp_path_factory, data, change, is_ours):
+@pytest.mark.parametrize("kind", ["1 missing", "1 unexpected", "1 of another shape", "not finite"])
+@pytest.mark.parametrize("is_ours", [False, True])
+@settings(derandomize=True, max_examples=2, deadline=None)
+@given(data=st.data())
+def test_each_tensor_that_does_not_fit_is_named(build_model, tmp_path_factory, data, kind, is_ours):
     """No missing tensor may get random values, neither here nor at the start of training."""
-    path = tmp_path_factory.mktemp("changed")
-    if is_ours:
-        build_model(**MOE).save_pretrained(path)
-        weights = load_file(path / "model.safetensors")
-        assert "lm_head.weight" not in weights
-    else:
-        weights = weights_of("C_moe")
+    path, model = tmp_path_factory.mktemp("changed"), build_model(**MOE)
+    weights = model.state_dict() if is_ours else weights_of("C_moe")
     # The sizes of a file are those of its first layer.
     name = data.draw(st.sampled_from([name for name in weights if "layers.1." in name]))
-    CHANGES[change](weights, name)
+    changes = {
+        "1 missing": {name: None},
+        "1 unexpected": {f"{name}.bias": torch.ones(2)},
+        "1 of another shape": {name: torch.ones(7)},
+        "not finite": {name: torch.full_like(weights[name], math.nan)},
+    }[kind]
     if is_ours:
+        model.save_pretrained(path)
+        weights = load_file(path / "model.safetensors") | changes
+        assert "lm_head.weight" not in weights
+        weights = {key: value for key, value in weights.items() if value is not None}
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     else:
-        torch.save(weights, path / "x.pth")
-        shutil.copy(GOLDEN / "C_moe/config.json", path)
+        write_upstream(path, "C_moe", changes)
     arguments = ModelArguments(model_name_or_path=str(path))
     for load in (partial(load_upstream, path), partial(load_model, arguments, tokenizer_of_the_toys())):
         with pytest.raises(UserError) as raised:
             load()
         # Our tensors stack the experts.
-        assert change in str(raised.value) and name.partition(".experts.")[0] in str(raised.value)
+        assert kind in str(raised.value) and name.partition(".experts.")[0] in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["./out/x.pth", "nope.pth", "~/x", "/x/y", "out/sft/x", "owner/name.safetensors"])
