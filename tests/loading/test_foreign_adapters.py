@@ -6,12 +6,7 @@ import shutil
 
 import pytest
 import torch
-from peft import (
-    AutoPeftModelForCausalLM,
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-)
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.gguf.dequant import dequantize
 
+from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -134,7 +135,10 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, sourc
     # Ollama puts this message in front of a conversation without one.
     prompt = tokenizer.apply_chat_template(messages[1:2], tokenize=False)
     assert re.findall(r'SYSTEM """(.*?)"""', text) == re.findall(r"system\n(.*?)<\|im_end", prompt)
-    # A model without a chat template gets none. With another format, Ollama renders the template in the GGUF file.
+
+
+def test_a_base_model_gets_no_modelfile_and_another_template_is_left_to_ollama(tmp_path):
+    tokenizer = train_tokenizer(["some words to train on"], vocab_size=300)
     export(build(), tmp_path / "plain", "gguf")
     assert not (tmp_path / "plain/Modelfile").exists()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -190,23 +194,6 @@ def next_token(post: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_logits_and_greedy_continuation(name, tmp_path):
-    model = build(**MODELS[name])
-    tokenizer = load_tokenizer(FIXTURES / "tokenizers" / ("v3" if model.config.qk_norm else "v1"))
-    export(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
-    prompt = torch.randint(100, 6400, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    greedy = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    expected = model(greedy).logits[0].log_softmax(-1)
-    with llama_server(tmp_path / "out" / FILE_NAME) as post:
-        for length in range(40, 52):
-            actual = next_token(post, greedy[0, :length].tolist())
-            assert actual.argmax() == greedy[0, length]
-            torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
-
-
-@needs_llama_cpp
 def test_a_model_takes_its_sampling_along(tmp_path):
     """Ollama would use a penalty of 1.1, and llama.cpp a `top_k` of 40."""
     tokenizer, own = load_tokenizer(FIXTURES / "tokenizers/v1"), {"temperature": 0.7, "repetition_penalty": 1.25}
@@ -238,23 +225,41 @@ PARAMETERS = {"type": "object", "required": ["city"], "properties": {"city": {"t
 TOOL = {"type": "function", "function": {"name": "weather", "description": "'天气'", "parameters": PARAMETERS}}
 
 
+def check_continuation(post: Any, model: MiniMindForCausalLM) -> None:
+    prompt = torch.randint(100, 6400, (1, 40), generator=torch.Generator().manual_seed(1))
+    greedy = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    expected = model(greedy).logits[0].log_softmax(-1)
+    for length in range(40, 52):
+        actual = next_token(post, greedy[0, :length].tolist())
+        assert actual.argmax() == greedy[0, length]
+        torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
+
+
+# Each architecture with a tokenizer of its own. The last two have Qwen's and Llama's templates.
+CASES = [("ernie4_5-moe", "v1"), ("qwen3", "v3"), ("", "ours"), ("", "embedded:smollm2")]
+CASES += [("qwen3moe", "qwen3"), ("llama", "llama3_2")]
+
+
 @needs_llama_cpp
-@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "embedded:smollm2", "qwen3", "llama3_2"])
-def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
+@pytest.mark.parametrize(("name", "tokenizer_name"), CASES)
+@torch.no_grad()
+def test_it_continues_tokenizes_and_renders_chats_alike(name, tokenizer_name, tmp_path):
     """Programs with llama.cpp's server, as Ollama, render the template in the file, tools and their calls included."""
     if tokenizer_name == "ours":
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
-    elif tokenizer_name == "embedded:smollm2":
-        tokenizer = load_tokenizer(tokenizer_name)
+    elif tokenizer_name in ("qwen3", "llama3_2"):
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers/v3")
+        template = files("trl") / f"chat_templates/{tokenizer_name}.jinja"
+        # Llama 3's template asks for the date.
+        tokenizer.chat_template = "{% set date_string = 'today' %}" + template.read_text(encoding="utf-8")
     else:
-        name = tokenizer_name if tokenizer_name in ("v1", "v3") else "v3"
-        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / name)
-        if name != tokenizer_name:
-            template = files("trl") / f"chat_templates/{tokenizer_name}.jinja"
-            # Llama 3's template asks for the date.
-            tokenizer.chat_template = "{% set date_string = 'today' %}" + template.read_text(encoding="utf-8")
-    export(build(vocab_size=max(6400, len(tokenizer))), tmp_path / "out", "gguf", tokenizer=tokenizer)
+        is_own = tokenizer_name in ("v1", "v3")
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name if is_own else tokenizer_name)
+    model = build(**MODELS.get(name, {}), vocab_size=max(6400, len(tokenizer)))
+    export(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
+        if len(tokenizer) == 6400:
+            check_continuation(post, model)
         read = post("/tokenize", content=TEXT, parse_special=True, add_special=True)["tokens"]
         assert read == tokenizer(TEXT).input_ids
         for messages, tools in ((CHAT[:1], None), (CHAT[:1], [TOOL]), (CHAT[:3], [TOOL]), (CHAT, [TOOL])):
