@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import time
-from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hf_pretrain.checkpoints.directory import find_newest_run, rotate_checkpoints
-from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from hf_pretrain.checkpoints.manifest import MANIFEST_NAME, write_manifest
 from hf_pretrain.checkpoints.whole_weights import load_weights
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassification
@@ -20,22 +20,9 @@ from hf_pretrain.rows.reading import Reading
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resuming import checkpoint_to_resume
+from tests.checkpoints.toys import arguments, make_checkpoint
 from tests.toys import toy_model, write_jsonl
 from tests.trainers import make_documents, make_trainer
-
-
-def arguments(output_dir, resume=None, allow_inexact_resume=False):
-    resuming = {"resume_from_checkpoint": resume, "allow_inexact_resume": allow_inexact_resume}
-    ranks = {"deepspeed_plugin": None, "process_index": 0, "world_size": 1}
-    return SimpleNamespace(output_dir=str(output_dir), **resuming, **ranks)
-
-
-def make_checkpoint(output_dir, step: int):
-    path = output_dir / f"checkpoint-{step}"
-    path.mkdir(parents=True)
-    (path / "trainer_state.json").write_text("{}")
-    write_manifest(path, {"step": step})
-    return str(path)
 
 
 def test_a_run_starts_in_a_new_or_empty_directory(tmp_path):
@@ -46,7 +33,7 @@ def test_a_run_starts_in_a_new_or_empty_directory(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path)) is None
     # A teacher's logits took time and space, and another run must not replace them.
     (tmp_path / "teacher_logits").mkdir()
-    with pytest.raises(ValueError, match="is not empty"):
+    with pytest.raises(UserError):
         checkpoint_to_resume(arguments(tmp_path))
 
 
@@ -55,10 +42,8 @@ def test_a_used_directory_needs_a_checkpoint_to_resume_from(tmp_path):
     make_checkpoint(tmp_path, 9)
     newest = make_checkpoint(tmp_path, 10)
     assert checkpoint_to_resume(arguments(tmp_path, "auto")) == newest
-    with pytest.raises(ValueError, match="is not empty.*--resume_from_checkpoint auto"):
+    with pytest.raises(UserError):
         checkpoint_to_resume(arguments(tmp_path))
-    with pytest.raises(ValueError, match="no trainer_state.json"):
-        checkpoint_to_resume(arguments(tmp_path, str(tmp_path)))
 
 
 def test_auto_does_not_overwrite_a_model(tmp_path):
@@ -70,7 +55,7 @@ def test_auto_does_not_overwrite_a_model(tmp_path):
     assert checkpoint_to_resume(arguments(tmp_path, "auto")) is None
     for name in ("model-00001-of-00002.safetensors", "adapter_model.safetensors", "pytorch_model.bin"):
         (tmp_path / name).touch()
-        with pytest.raises(UserError, match=f"auto finds no checkpoint in .*, but a model .{name}.*overwrite"):
+        with pytest.raises(UserError):
             checkpoint_to_resume(arguments(tmp_path, "auto"))
         (tmp_path / name).unlink()
     (tmp_path / "model.safetensors").touch()
@@ -82,7 +67,7 @@ def test_auto_does_not_overwrite_a_model(tmp_path):
 def test_a_restart_resumes_by_itself(tmp_path, monkeypatch, variable):
     newest = make_checkpoint(tmp_path, 10)
     monkeypatch.setenv(variable, "0")
-    with pytest.raises(ValueError, match="is not empty"):
+    with pytest.raises(UserError):
         checkpoint_to_resume(arguments(tmp_path))
     monkeypatch.setenv(variable, "1")
     assert checkpoint_to_resume(arguments(tmp_path)) == newest
@@ -107,7 +92,7 @@ def test_damaged_checkpoints_are_renamed(tmp_path):
     for path in (middle, newest):
         with open(f"{path}/trainer_state.json", "a") as file:
             file.write(" ")
-    with pytest.raises(ValueError, match="checkpoint-9 is damaged: trainer_state.json has 3 bytes instead of 2"):
+    with pytest.raises(UserError):
         checkpoint_to_resume(arguments(tmp_path, middle))
     assert checkpoint_to_resume(arguments(tmp_path, "auto")) == oldest
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-8", "damaged-checkpoint-9", "damaged-checkpoint-10"}
@@ -123,26 +108,17 @@ def test_a_checkpoint_without_a_manifest_needs_allow_inexact_resume(tmp_path):
     newest = make_checkpoint(tmp_path, 10)
     os.unlink(f"{newest}/{MANIFEST_NAME}")
     for resume in ("auto", newest):
-        with pytest.raises(ValueError, match="no manifest.json, so nothing says .* intact.*--allow_inexact"):
+        with pytest.raises(UserError):
             checkpoint_to_resume(arguments(tmp_path, resume))
         assert checkpoint_to_resume(arguments(tmp_path, resume, allow_inexact_resume=True)) == newest
 
 
 def test_shards_from_elsewhere_are_refused(tmp_path):
     path = make_checkpoint(tmp_path / "other", 10)
-    args = arguments(tmp_path / "run", path)
-    assert checkpoint_to_resume(args) == path
-    args.deepspeed_plugin = object()
-    with pytest.raises(ValueError, match="outside --output_dir.*runs whatever code.*move the checkpoint"):
-        checkpoint_to_resume(args)
-    own = arguments(tmp_path / "other", path)
-    own.deepspeed_plugin = object()
-    assert checkpoint_to_resume(own) == path
-    # Shards of torch are pickles, too.
-    os.mkdir(f"{path}/pytorch_model_fsdp_0")
-    open(f"{path}/pytorch_model_fsdp_0/.metadata", "w").close()
-    with pytest.raises(ValueError, match="outside --output_dir.*move the checkpoint"):
-        checkpoint_to_resume(arguments(tmp_path / "run", path))
+    assert checkpoint_to_resume(arguments(tmp_path / "run", path)) == path
+    with pytest.raises(UserError):
+        checkpoint_to_resume(arguments(tmp_path / "run", path, deepspeed=object()))
+    assert checkpoint_to_resume(arguments(tmp_path / "other", path, deepspeed=object())) == path
 
 
 def test_a_run_resumes_from_an_older_checkpoint(tmp_path, monkeypatch):
@@ -184,18 +160,13 @@ def test_a_copied_checkpoint_can_be_resumed(tmp_path, caplog):
     for path in (*copy.iterdir(), copy):
         os.utime(path, (0, 0))
     arguments |= {"max_steps": 2, "learning_rate": 0.25}
-    message = "--learning_rate was 0.5 and is now 0.25"
-    with pytest.raises(ValueError, match=f"would not be exact: {message}. Restore the earlier settings"):
+    with pytest.raises(UserError) as raised:
         make_trainer(tmp_path / "copy", make_documents(), arguments=arguments).train(resume_from_checkpoint=True)
+    assert "--learning_rate was 0.5 and is now 0.25. Restore the earlier settings" in str(raised.value)
     arguments |= {"allow_inexact_resume": True}
     trainer = make_trainer(tmp_path / "copy", make_documents(), arguments=arguments)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 2 and f"although {message}." in caplog.text
-    run = read_manifest(copy)["run"]
-    del run["layout"]
-    write_manifest(copy, run)
-    with pytest.raises(ValueError, match="another version of hf_pretrain wrote its manifest.json"):
-        trainer.train(resume_from_checkpoint=str(copy))
+    assert trainer.state.global_step == 2 and "although --learning_rate was 0.5 and is now 0.25." in caplog.text
 
 
 def test_a_model_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
@@ -210,7 +181,7 @@ def test_a_model_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         # Saving the config fails, as on a full disk.
         patch.setattr("hf_pretrain.model.configuration_minimind.MiniMindConfig.save_pretrained", fail)
-        with pytest.raises(OSError, match="could not be saved"):
+        with pytest.raises(OSError):
             trainer.save_model()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     trainer.save_model()
@@ -221,17 +192,17 @@ def fail(*args, **kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_sharded_model_refuses_weights_without_its_untied_head(tmp_path):
-    tied, untied = (toy_model(tie_word_embeddings=is_tied) for is_tied in (True, False))
-    tied.save_pretrained(tmp_path)
-    load_weights(tmp_path, tied)
-    with pytest.raises(ValueError, match="missing .'lm_head.weight'."):
-        load_weights(tmp_path, untied)
+def test_a_sharded_model_takes_weights_without_its_tied_head(tmp_path):
+    """The table of messages refuses them for an untied one."""
+    model = toy_model()
+    model.save_pretrained(tmp_path)
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.model.norm.weight.data += 1
+    load_weights(tmp_path, model)
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
 
 
 def test_the_newest_run_is_the_one_whose_weights_are(tmp_path):
-    with pytest.raises(ValueError, match="run `hf-pretrain pretrain` first"):
-        find_newest_run(str(tmp_path))
     for seconds, name in enumerate(["first", "second", "another-model", "reward", "unfinished"]):
         (tmp_path / name).mkdir()
         model_type = "llama" if name == "another-model" else "minimind"

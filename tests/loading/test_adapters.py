@@ -15,7 +15,6 @@ from hf_pretrain.checkpoints.writer import write_model
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter, load_adapter
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights import adapted_model
 from hf_pretrain.weights.upstream_lora import load_merged
@@ -120,45 +119,21 @@ def test_a_merged_adapter_generates_as_its_run_trained_it(named, tmp_path, sampl
     assert load_merged(str(tmp_path / "adapter"))[0].generation_config.do_sample is samples
     assert not MiniMindForCausalLM.from_pretrained(tmp_path / "base").generation_config.do_sample
     (tmp_path / "adapter/generation_config.json").write_text("{")
-    with pytest.raises(OSError, match="generation_config.json"):
+    with pytest.raises(OSError):
         load_merged(str(tmp_path / "adapter"))
 
 
-REFUSED = [
-    ("v1", {"lora_target_modules": ["q_proj", "lm_head"]}, "lm_head: this model lacks it. It has q_proj"),
-    ("v1", {"lora_target_modules": ["gate_up_proj"]}, "gate_up_proj: this model lacks it"),
-    ("v1-moe", {"use_dora": True}, "stacked experts neither with"),
-    ("v3-moe", {"lora_dropout": 0.1}, "adapt the rest with --lora_target_modules q_proj k_proj v_proj o_proj"),
-    ("v1", {"load_in_4bit": True}, "--load_in_4bit needs CUDA"),
-    ("v1", {"lora_r": 0}, "positive"),
-]
-
-
-def test_unsupported_adapters_are_refused(named, build_model, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for generation, arguments, message in REFUSED:
-        with pytest.raises(UserError, match=message):
-            add_adapter(named(generation), AdapterArguments(use_peft=True, **arguments))
-    with pytest.raises(UserError, match="--use_peft needs --model_name_or_path"):
-        add_adapter(build_model(), AdapterArguments(use_peft=True))
-    with pytest.raises(UserError, match="add --use_peft"):
-        AdapterArguments(load_in_4bit=True)
+def test_only_asked_for_adapters_are_added_and_zero3_adapts_linear_layers(named, monkeypatch):
     model = named("v1")
     assert add_adapter(model, AdapterArguments()) is model
     monkeypatch.setattr(adapted_model, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(UserError, match="nor under ZeRO-3"):
-        add_adapter(named("v1-moe"), AdapterArguments(use_peft=True))
     add_adapter(named("v1-moe"), AdapterArguments(use_peft=True, lora_target_modules=["q_proj"]))
 
 
 def test_training_continues_an_adapter(named, tmp_path, input_ids):
-    adapt(named("v1-moe")).save_pretrained(tmp_path / "adapter")
     tokenizer = train_tokenizer(["a few words of text"] * 5, vocab_size=300)
     model_args = ModelArguments(model_name_or_path=str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match="vocab_size is 160"):
-        load_model(model_args, tokenizer)
-    base = named("v1-moe", vocab_size=300)
-    adapted = adapt(base)
+    adapted = adapt(named("v1-moe", vocab_size=300))
     adapted.save_pretrained(tmp_path / "adapter")
     model = load_model(model_args, tokenizer)
     assert add_adapter(model, AdapterArguments(use_peft=True, lora_r=64)) is model
@@ -166,10 +141,6 @@ def test_training_continues_an_adapter(named, tmp_path, input_ids):
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         name for name, p in adapted.named_parameters() if p.requires_grad
     }
-    (tmp_path / "words.txt").write_text("watershed\n", encoding="utf-8")
-    model_args.add_tokens = str(tmp_path / "words.txt")
-    with pytest.raises(UserError, match="--add_tokens trains new rows, which an adapter freezes"):
-        load_model(model_args, tokenizer)
 
 
 # Trainer

@@ -1,15 +1,12 @@
 """Models that the command-line arguments describe."""
 
 import math
-import re
 
 import pytest
 import torch
 
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
-from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
@@ -34,30 +31,6 @@ def test_a_router_loss_that_depends_on_the_micro_batch_is_reported(tokenizer, ca
     caplog.clear()
     args.config_overrides = "router_aux_loss_level=sequence"
     assert load_model(args, tokenizer).config.router_aux_loss_level == "sequence" and "micro-batch" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("router_aux_loss_level=sequnce", '"sequnce" is unknown; use "sequence" or "batch"'),
-        ("num_experts_per_tok=9", "num_experts_per_tok=9 must lie between 1 and num_experts=4"),
-        ("hidden_act=slu", "hidden_act='slu' is not an activation"),
-    ],
-)
-def test_the_overrides_of_a_checkpoint_are_checked(tokenizer, tmp_path, overrides, message):
-    load_model(ModelArguments(vocab_size=300, config_overrides=TOP_1), tokenizer).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=message):
-        load_model(ModelArguments(model_name_or_path=str(tmp_path), config_overrides=overrides), tokenizer)
-
-
-@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "trained by the run"])
-def test_a_tokenizer_that_does_not_fit_is_named(tokenizer, tmp_path, is_saved):
-    name = "of this run"
-    if is_saved:
-        tokenizer.save_pretrained(tmp_path)
-        tokenizer, name = load_tokenizer(tmp_path), str(tmp_path)
-    with pytest.raises(UserError, match=f"The tokenizer {re.escape(name)} gives ids up to 299"):
-        load_model(ModelArguments(vocab_size=100, config_overrides=TOP_1), tokenizer)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(None, "eager"), ("mps", "eager"), ("cuda", "grouped_mm")])
@@ -90,9 +63,3 @@ def test_positions_extend_as_minimind_extends_them(tokenizer, tmp_path, text, le
     # One position turns by the frequency; the angle of the fastest one stays below pi.
     torch.testing.assert_close(table[1].angle(), frequencies, rtol=1e-5, atol=0)
     assert torch.allclose(table.abs(), torch.ones(()))
-
-
-@pytest.mark.parametrize("text", ["16", "2048:x", "0:4", "2048:16:2"])
-def test_a_malformed_extension_is_named(tokenizer, text):
-    with pytest.raises(UserError, match="--inference_rope_scaling .* is not of the form 2048:16"):
-        load_model(ModelArguments(model_preset="tiny", vocab_size=300, inference_rope_scaling=text), tokenizer)

@@ -32,30 +32,12 @@ from hf_pretrain.weights.gguf_tokenizer import TEXT_SPLITS, find_text_split
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.package_models import find_gguf
 from tests.models import FIXTURES, TEXT, assert_near
-from tests.toys import toy_model
+from tests.weights.files import MODELS, build, rewrite
 
 
 needs_llama_cpp = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="llama.cpp's wheel is for Linux on x86-64"
 )
-
-
-MODELS = {
-    "llama": {"tie_word_embeddings": False},
-    "qwen3": {"qk_norm": True, "head_dim": 24},
-    "qwen3moe": {"qk_norm": True, "num_experts": 4, "num_experts_per_tok": 3},
-    "ernie4_5-moe": {"num_experts": 4, "num_shared_experts": 2, "moe_intermediate_size": 96},
-}
-
-
-def build(**overrides) -> MiniMindForCausalLM:
-    """Return a model with the vocabulary size of the published tokenizers, and norms that are not one."""
-    sizes = {"hidden_size": 64, "num_key_value_heads": 2, "initializer_range": 0.15, "max_position_embeddings": 32768}
-    model = toy_model(**sizes | overrides).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -70,9 +52,7 @@ def build(**overrides) -> MiniMindForCausalLM:
 def test_gguf_refuses_what_llama_cpp_would_split_differently(part, value, tmp_path):
     tokenizer = train_tokenizer([TEXT], vocab_size=330)
     setattr(tokenizer.backend_tokenizer, part, value)
-    with pytest.raises(
-        UserError, match="No GGUF with this tokenizer: only byte-level BPEs that split text as gpt-2, sm"
-    ):
+    with pytest.raises(UserError):
         export(build(), tmp_path / "out", "gguf", tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()
 
@@ -115,13 +95,12 @@ def test_gguf_types(architecture, dtype, tmp_path):
     assert reader.fields["general.architecture"].contents() == architecture
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == GGUF_TYPES[dtype]
-    assert types["blk.0.attn_norm.weight"] == "F32"
+    # A rounded score of the router could choose another expert.
+    assert types["blk.0.attn_norm.weight"] == types.get("blk.0.ffn_gate_inp.weight", "F32") == "F32"
     assert ("output.weight" in types) != model.config.tie_word_embeddings
     if dtype != "float32":
         assert 1e-4 < report.relative_difference < {"q5_1": 0.5, "q4_0": 1.0}.get(dtype, 0.1)
-        return
-    assert report.relative_difference <= 1e-5
-    if architecture != "ernie4_5-moe":
+    elif architecture != "ernie4_5-moe":
         # transformers has its own table of names, and reads the config of Llama from the file.
         stock = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}[architecture]
         config = AutoConfig.for_model(stock, **write_stock_fields(model.config, stock)) if stock != "llama" else None
@@ -156,7 +135,10 @@ def test_a_chat_model_gets_a_modelfile_that_renders_its_template(tmp_path, sourc
     # Ollama puts this message in front of a conversation without one.
     prompt = tokenizer.apply_chat_template(messages[1:2], tokenize=False)
     assert re.findall(r'SYSTEM """(.*?)"""', text) == re.findall(r"system\n(.*?)<\|im_end", prompt)
-    # A model without a chat template gets none. With another format, Ollama renders the template in the GGUF file.
+
+
+def test_a_base_model_gets_no_modelfile_and_another_template_is_left_to_ollama(tmp_path):
+    tokenizer = train_tokenizer(["some words to train on"], vocab_size=300)
     export(build(), tmp_path / "plain", "gguf")
     assert not (tmp_path / "plain/Modelfile").exists()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -212,23 +194,6 @@ def next_token(post: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_logits_and_greedy_continuation(name, tmp_path):
-    model = build(**MODELS[name])
-    tokenizer = load_tokenizer(FIXTURES / "tokenizers" / ("v3" if model.config.qk_norm else "v1"))
-    export(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
-    prompt = torch.randint(100, 6400, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    greedy = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    expected = model(greedy).logits[0].log_softmax(-1)
-    with llama_server(tmp_path / "out" / FILE_NAME) as post:
-        for length in range(40, 52):
-            actual = next_token(post, greedy[0, :length].tolist())
-            assert actual.argmax() == greedy[0, length]
-            torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
-
-
-@needs_llama_cpp
 def test_a_model_takes_its_sampling_along(tmp_path):
     """Ollama would use a penalty of 1.1, and llama.cpp a `top_k` of 40."""
     tokenizer, own = load_tokenizer(FIXTURES / "tokenizers/v1"), {"temperature": 0.7, "repetition_penalty": 1.25}
@@ -260,23 +225,41 @@ PARAMETERS = {"type": "object", "required": ["city"], "properties": {"city": {"t
 TOOL = {"type": "function", "function": {"name": "weather", "description": "'天气'", "parameters": PARAMETERS}}
 
 
+def check_continuation(post: Any, model: MiniMindForCausalLM) -> None:
+    prompt = torch.randint(100, 6400, (1, 40), generator=torch.Generator().manual_seed(1))
+    greedy = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    expected = model(greedy).logits[0].log_softmax(-1)
+    for length in range(40, 52):
+        actual = next_token(post, greedy[0, :length].tolist())
+        assert actual.argmax() == greedy[0, length]
+        torch.testing.assert_close(actual, expected[length - 1], rtol=0, atol=5e-5)
+
+
+# Each architecture with a tokenizer of its own. The last two have Qwen's and Llama's templates.
+CASES = [("ernie4_5-moe", "v1"), ("qwen3", "v3"), ("", "ours"), ("", "embedded:smollm2")]
+CASES += [("qwen3moe", "qwen3"), ("llama", "llama3_2")]
+
+
 @needs_llama_cpp
-@pytest.mark.parametrize("tokenizer_name", ["v1", "v3", "ours", "embedded:smollm2", "qwen3", "llama3_2"])
-def test_it_tokenizes_and_renders_chats_alike(tokenizer_name, tmp_path):
+@pytest.mark.parametrize(("name", "tokenizer_name"), CASES)
+@torch.no_grad()
+def test_it_continues_tokenizes_and_renders_chats_alike(name, tokenizer_name, tmp_path):
     """Programs with llama.cpp's server, as Ollama, render the template in the file, tools and their calls included."""
     if tokenizer_name == "ours":
         tokenizer = train_tokenizer([TEXT, "some more words"], vocab_size=330)
-    elif tokenizer_name == "embedded:smollm2":
-        tokenizer = load_tokenizer(tokenizer_name)
+    elif tokenizer_name in ("qwen3", "llama3_2"):
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers/v3")
+        template = files("trl") / f"chat_templates/{tokenizer_name}.jinja"
+        # Llama 3's template asks for the date.
+        tokenizer.chat_template = "{% set date_string = 'today' %}" + template.read_text(encoding="utf-8")
     else:
-        name = tokenizer_name if tokenizer_name in ("v1", "v3") else "v3"
-        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / name)
-        if name != tokenizer_name:
-            template = files("trl") / f"chat_templates/{tokenizer_name}.jinja"
-            # Llama 3's template asks for the date.
-            tokenizer.chat_template = "{% set date_string = 'today' %}" + template.read_text(encoding="utf-8")
-    export(build(vocab_size=max(6400, len(tokenizer))), tmp_path / "out", "gguf", tokenizer=tokenizer)
+        is_own = tokenizer_name in ("v1", "v3")
+        tokenizer = load_tokenizer(FIXTURES / "tokenizers" / tokenizer_name if is_own else tokenizer_name)
+    model = build(**MODELS.get(name, {}), vocab_size=max(6400, len(tokenizer)))
+    export(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
     with llama_server(tmp_path / "out" / FILE_NAME) as post:
+        if len(tokenizer) == 6400:
+            check_continuation(post, model)
         read = post("/tokenize", content=TEXT, parse_special=True, add_special=True)["tokens"]
         assert read == tokenizer(TEXT).input_ids
         for messages, tools in ((CHAT[:1], None), (CHAT[:1], [TOOL]), (CHAT[:3], [TOOL]), (CHAT, [TOOL])):
@@ -350,27 +333,6 @@ def test_a_published_tokenizer_gives_the_ids_of_llama_cpp(smollm2, tmp_path):
     assert prompt == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
-def rewrite(source: Path, target: Path, fields: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None):
-    """Copy a GGUF file with other fields, and tensors as pairs of values and their type. `None` is left out."""
-    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
-    kept = {name: field for name, field in reader.fields.items() if name.startswith("llama.")}
-    for name, field in kept.items():
-        if name not in (fields or {}):
-            writer.add_key_value(name, field.contents(), field.types[0])
-    for name, value in (fields or {}).items():
-        if value is not None:
-            kind = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32}[type(value)]
-            writer.add_key_value(name, value, kind)
-    own = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    for name, entry in (own | (tensors or {})).items():
-        if entry is not None:
-            writer.add_tensor(name, entry[0], raw_dtype=entry[1])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 # The package quantizes to few of the types that it dequantizes, so the blocks are random bytes below 64: no scale in
 # them is infinite or NaN.
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
@@ -410,79 +372,16 @@ def test_the_scaled_positions_of_llama_3(factor, tmp_path):
         rtol=0,
         atol=1e-5,
     )
-    factors[-1] += 1
-    rewrite(tmp_path / "out" / FILE_NAME, tmp_path / "other.gguf", tensors=tensor)
-    with pytest.raises(UserError, match="rope_freqs.weight is not that of Llama 3"):
-        load_upstream(tmp_path / "other.gguf")
 
 
-F32 = gguf.GGMLQuantizationType.F32
-BROKEN = {
-    "a sliding window": ({"llama.attention.sliding_window": 64}, {}),
-    "experts": ({"llama.expert_count": 8}, {}),
-    "scaled rotary positions": ({"llama.rope.scaling.type": "yarn"}, {}),
-    "a partly rotated head": ({"llama.rope.dimension_count": 8}, {}),
-    "does not tell num_hidden_layers": ({"llama.block_count": None}, {}),
-    "max_position_embeddings=4294967295; it must be at most 16777216": ({"llama.context_length": 2**32 - 1}, {}),
-    "holds .* tensors for 4000000000 layers": ({"llama.block_count": 4_000_000_000}, {}),
-    "config says vocab_size=7, the weights say 300": ({"llama.vocab_size": 7}, {}),
-    "config says intermediate_size=7, the weights say": ({"llama.feed_forward_length": 7}, {}),
-    "1 missing: model.layers.1.mlp.up_proj.weight": ({}, {"blk.1.ffn_up.weight": None}),
-    "1 unexpected: blk.0.attn_q.bias": ({}, {"blk.0.attn_q.bias": (np.ones(64, np.float32), F32)}),
-    "model.norm.weight is .3,. and should be .64,": ({}, {"output_norm.weight": (np.ones(3, np.float32), F32)}),
-    "the tensor output_norm.weight cannot be read": (
-        {},
-        {"output_norm.weight": (np.ones(64, np.int8), gguf.GGMLQuantizationType.I8)},
-    ),
-}
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_what_does_not_fit_is_named(message, tmp_path):
-    export(build(vocab_size=300), tmp_path / "out", "gguf")
-    rewrite(tmp_path / "out" / FILE_NAME, tmp_path / "broken.gguf", *BROKEN[message])
-    with pytest.raises(UserError, match=rf"(?s)broken\.gguf.*{message}|{message}"):
-        load_upstream(tmp_path / "broken.gguf")
-
-
-@pytest.mark.parametrize(("name", "index"), [("eos", 2), ("padding", 2**32 - 1)])
-def test_a_special_id_outside_the_vocabulary_is_named(name, index, tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_token_list(["a", "b"])
-    writer.add_key_value(f"tokenizer.ggml.{name}_token_id", index, gguf.GGUFValueType.UINT32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    for read in (load_tokenizer, load_upstream):
-        with pytest.raises(
-            UserError, match=rf"a\.gguf is damaged: .*{name}_token_id is {index}, and there are 2 tokens"
-        ):
-            read(tmp_path / "a.gguf")
-
-
-def test_an_architecture_of_others_is_named(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gemma3")
-    writer.add_tensor("a", np.ones(1, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(UserError, match="architecture gemma3. Those that are read: llama, qwen3, qwen3moe"):
-        load_upstream(tmp_path / "a.gguf")
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        load_tokenizer(tmp_path / "a.gguf")
-
-
-def test_a_file_of_our_own_comes_back_whole(tmp_path):
-    """Weights, tokenizer and template."""
+def test_the_tokenizer_of_a_file_comes_back_whole(tmp_path):
     tokenizer = load_tokenizer(FIXTURES / "tokenizers/v3")
-    model = build(qk_norm=True, head_dim=24)
-    export(model, tmp_path / "out", "gguf", tokenizer=tokenizer)
-    read, again = load_upstream(tmp_path / "out" / FILE_NAME), load_tokenizer(tmp_path / "out" / FILE_NAME)
-    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in read.state_dict().items())
+    export(build(), tmp_path / "out", "gguf", tokenizer=tokenizer)
+    again = load_tokenizer(tmp_path / "out" / FILE_NAME)
     assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == tokenizer.chat_template
     assert again(TEXT).input_ids == tokenizer(TEXT).input_ids
-    kinds = [
-        [(i, token.content, token.special) for i, token in t.added_tokens_decoder.items()] for t in (again, tokenizer)
-    ]
-    assert kinds[0] == kinds[1]
+    tokens, expected = (
+        [(index, token.content, token.special) for index, token in each.added_tokens_decoder.items()]
+        for each in (again, tokenizer)
+    )
+    assert tokens == expected

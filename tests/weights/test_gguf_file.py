@@ -4,12 +4,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights.gguf_file import read_gguf_file
+from tests.weights.files import write_all
 
 
 def write(path: Path) -> Path:
@@ -28,10 +28,7 @@ def write(path: Path) -> Path:
     writer.add_tensor("vector", values[0].astype(np.float16))
     quantized = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("blocks", quantized, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return path
 
 
@@ -47,7 +44,9 @@ def test_fields_and_tensors_are_those_of_the_package(tmp_path):
         assert bytes(ours.data[: tensor.n_bytes]) == tensor.data.tobytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_damaged_file_is_an_error_that_names_it(data, tmp_path):
     whole = write(tmp_path / "whole.gguf").read_bytes()
@@ -66,10 +65,3 @@ def test_a_damaged_file_is_an_error_that_names_it(data, tmp_path):
         read_gguf_file(path)
     except UserError as error:
         assert path.name in str(error)
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"GGUF" + b"\x01" + bytes(40)])
-def test_another_file_is_refused(content, tmp_path):
-    (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.gguf is (no GGUF file of version|damaged)"):
-        read_gguf_file(tmp_path / "a.gguf")

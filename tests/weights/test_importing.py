@@ -1,4 +1,4 @@
-"""Import of seven recorded models of three generations, and sources that must be refused instead of guessed."""
+"""Import of recorded models of three generations and of stock models; what does not fit is refused, not guessed."""
 
 import json
 import math
@@ -6,15 +6,16 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig, LlamaConfig, MistralConfig, MistralForCausalLM
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.loading.adapters import adapter_base
@@ -22,21 +23,12 @@ from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
 from hf_pretrain.weights.foreign_configs import write_stock_fields
 from hf_pretrain.weights.importing import is_native_checkpoint, load_upstream
-from tests.models import FIXTURES, GOLDEN, assert_near, recorded
-
-
-NAMES = sorted(path.name for path in GOLDEN.iterdir())
-
-
-def weights_of(name: str) -> dict[str, torch.Tensor]:
-    return torch.load(GOLDEN / name / "weights.pth", weights_only=True)
-
-
-def config_of(name: str) -> dict:
-    return json.loads((GOLDEN / name / "config.json").read_text())
+from tests.models import FIXTURES, GOLDEN, TEXT, assert_near, recorded
+from tests.weights.files import MOE, NAMES, save_stock, weights_of, write_upstream
 
 
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
@@ -109,20 +101,21 @@ def test_every_kind_of_file(name, write, tmp_path):
     check_logits(load_upstream(write(weights_of(name), tmp_path) or tmp_path), name)
 
 
-def test_a_bare_file_asks_for_fields_that_weights_do_not_show(tmp_path):
-    for name, missing, given in (
-        ("A_dense", "rope_theta", {"rope_theta": 1e6, "n_heads": 4}),
-        ("B_dense", "num_attention_heads", {"num_attention_heads": 4}),
-        ("C_moe", "num_experts_per_tok", {"num_experts_per_tok": 2}),
-        ("C_dense", None, {}),
-    ):
-        path = tmp_path / f"{name}.pth"
-        shutil.copy(GOLDEN / name / "weights.pth", path)
-        with pytest.raises(UserError, match=missing) if missing else nullcontext():
-            load_upstream(path)
-        check_logits(load_upstream(path, config=given), name)
-    with pytest.raises(UserError, match="number of heads"):
-        load_upstream(tmp_path / "A_dense.pth", config={"rope_theta": 1e6})
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("A_dense", {"rope_theta": 1e6, "n_heads": 4}),
+        ("B_dense", {"num_attention_heads": 4}),
+        ("C_moe", {"num_experts_per_tok": 2}),
+        ("C_dense", {}),
+    ],
+)
+def test_a_bare_file_needs_the_fields_that_weights_do_not_show(name, given, tmp_path):
+    path = shutil.copy(GOLDEN / name / "weights.pth", tmp_path / "x.pth")
+    check_logits(load_upstream(path, config=given), name)
+    for field in given:
+        with pytest.raises(UserError):
+            load_upstream(path, config={key: given[key] for key in given if key != field})
 
 
 @pytest.mark.parametrize(
@@ -151,9 +144,7 @@ def test_a_list_of_shared_experts_equals_one_wide_expert(num_shared, tmp_path):
     for layer, expert, part in product(range(2), range(num_shared), ("gate", "up", "down")):
         shape = weights[name.format(layer, 0, part)].shape
         weights[name.format(layer, expert, part)] = 0.1 * torch.randn(shape, generator=generator)
-    torch.save(weights, tmp_path / "x.pth")
-    (tmp_path / "config.json").write_text(json.dumps(config_of("B_moe") | {"n_shared_experts": num_shared}))
-    model = load_upstream(tmp_path)
+    model = load_upstream(write_upstream(tmp_path, "B_moe", weights, n_shared_experts=num_shared))
     assert model.config.num_shared_experts == num_shared
     states, expected = torch.randn(5, 32, generator=generator), torch.zeros(5, 32)
     for expert in range(num_shared):
@@ -174,84 +165,41 @@ class Payload:
 def test_a_pickle_with_more_than_tensors_is_refused_and_nothing_runs(save, tmp_path):
     shutil.copy(GOLDEN / "C_dense/config.json", tmp_path)
     save({"a": torch.ones(1), "model.embed_tokens.weight": Payload(tmp_path / "ran")}, tmp_path / "x.pth")
-    with pytest.raises(UserError, match="was refused before any code in it ran"):
+    with pytest.raises(UserError):
         load_upstream(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
-def drop(key):
-    return lambda weights: weights.pop(key)
-
-
-def put(key, value):
-    return lambda weights: weights.__setitem__(key, value)
-
-
-EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (drop(NORM), "1 missing: model.layers.1.input_layernorm.weight"),
-        (drop("model.layers.0.mlp.experts.3.up_proj.weight"), "1 missing: model.layers.0.mlp.experts.3.up_proj"),
-        (drop("model.layers.0.self_attn.q_proj.weight"), "lack the matrix model.layers.0.self_attn.q_proj.weight"),
-        (put("model.layers.1.self_attn.q_proj.bias", torch.zeros(32)), "1 unexpected: .*q_proj.bias"),
-        (put("model.layers.2.input_layernorm.weight", torch.ones(32)), "num_hidden_layers=2, the weights say 3"),
-        (put(EMBED, torch.zeros(160)), "lack the matrix model.embed_tokens.weight"),
-        (put(NORM, torch.ones(16)), r"input_layernorm.weight is \(16,\) and should be \(32,\)"),
-        (put(NORM, torch.full((32,), math.inf)), "not finite"),
-        (put(NORM, torch.ones(32, dtype=torch.int8)), "is no floating-point tensor"),
-        (put("lm_head.weight", torch.zeros(160, 32)), "tie_word_embeddings=True, the weights say False"),
-        (drop(EMBED), "no generation of MiniMind"),
-    ],
-)  # fmt: skip
-def test_tensors_that_do_not_fit_are_refused(change, message, tmp_path):
-    weights = weights_of("C_moe")
-    change(weights)
-    torch.save(weights, tmp_path / "x.pth")
-    shutil.copy(GOLDEN / "C_moe/config.json", tmp_path)
-    with pytest.raises(UserError, match=message):
-        load_upstream(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name, config, message",
-    [
-        ("A_dense", {"n_layers": 3}, "num_hidden_layers=3, the weights say 2"),
-        ("B_dense", {"num_key_value_heads": 4}, "num_key_value_heads=4, the weights say 2"),
-        ("B_dense", {"hidden_size": 64}, "hidden_size=64, the weights say 32"),
-        ("B_moe", {"scoring_func": "sigmoid"}, "sigmoid"),
-        ("B_dense", {"model_type": "gemma"}, "model_type='gemma'"),
-        ("B_dense", {"hidden_act": "foo"}, "hidden_act='foo' is not an activation"),
-        ("B_dense", {"num_attention_heads": 0}, "num_attention_heads=0; it must be a whole number of at least 1"),
-        ("B_dense", {"num_attention_heads": "4"}, "num_attention_heads='4'; it must be a whole number"),
-        ("B_dense", {"rms_norm_eps": math.nan}, "rms_norm_eps=nan; it must be a number above 0"),
-        ("C_dense", {"rope_scaling": {"factor": "x"}}, "factor='x'; it must be a number above 0"),
-        ("C_dense", {"inference_rope_scaling": True}, "pass --inference_rope_scaling to chat"),
-        ("A_dense", {"rope_theta": None}, "The base of v1.s rotary table is unknown"),
-        ("B_dense", {"bos_token_id": "x"}, "bos_token_id"),
-    ],
-)
-def test_a_config_that_contradicts_or_is_malformed_is_refused(name, config, message):
-    with pytest.raises(UserError, match=message):
-        load_upstream(GOLDEN / name, config=config)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([], "it holds none"),
-        (["a.pth", "b.pth"], r"several files of weights \(a.pth, b.pth\): name one, such as .*/b.pth"),
-        (["a.pth", "model.safetensors"], r"several files of weights \(model.safetensors, a.pth\)"),
-        (["rng_state.pth", "model.safetensors"], "damaged"),
-    ],
-)
-def test_ambiguous_directories_are_refused(names, message, tmp_path):
-    for name in names:
-        (tmp_path / name).write_bytes(b"not a tensor in sight")
-    with pytest.raises(UserError, match=message):
-        load_upstream(tmp_path)
+@pytest.mark.parametrize("kind", ["1 missing", "1 unexpected", "1 of another shape", "not finite"])
+@pytest.mark.parametrize("is_ours", [False, True])
+@settings(derandomize=True, max_examples=2, deadline=None)
+@given(data=st.data())
+def test_each_tensor_that_does_not_fit_is_named(build_model, tmp_path_factory, data, kind, is_ours):
+    """No missing tensor may get random values, neither here nor at the start of training."""
+    path, model = tmp_path_factory.mktemp("changed"), build_model(**MOE)
+    weights = model.state_dict() if is_ours else weights_of("C_moe")
+    # The sizes of a file are those of its first layer.
+    name = data.draw(st.sampled_from([name for name in weights if "layers.1." in name]))
+    changes = {
+        "1 missing": {name: None},
+        "1 unexpected": {f"{name}.bias": torch.ones(2)},
+        "1 of another shape": {name: torch.ones(7)},
+        "not finite": {name: torch.full_like(weights[name], math.nan)},
+    }[kind]
+    if is_ours:
+        model.save_pretrained(path)
+        weights = load_file(path / "model.safetensors") | changes
+        assert "lm_head.weight" not in weights
+        weights = {key: value for key, value in weights.items() if value is not None}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        write_upstream(path, "C_moe", changes)
+    arguments = ModelArguments(model_name_or_path=str(path))
+    for load in (partial(load_upstream, path), partial(load_model, arguments, tokenizer_of_the_toys())):
+        with pytest.raises(UserError) as raised:
+            load()
+        # Our tensors stack the experts.
+        assert kind in str(raised.value) and name.partition(".experts.")[0] in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["./out/x.pth", "nope.pth", "~/x", "/x/y", "out/sft/x", "owner/name.safetensors"])
@@ -260,47 +208,37 @@ def test_a_mistyped_path_is_no_hub_id(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.hf_hub_url", None)
     monkeypatch.setattr("hf_pretrain.weights.weight_files.snapshot_download", None)
     assert adapter_base(name) is None and not is_native_checkpoint(name)
-    with pytest.raises(UserError, match=f"{name}: no such file or directory"):
-        load_upstream(name)
-    with pytest.raises(UserError, match=f"There is no directory {os.path.expanduser(name)}"):
-        load_tokenizer(name)
+    for load in (load_upstream, load_tokenizer):
+        with pytest.raises(UserError):
+            load(name)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", b"<!DOCTYPE html>", b"", b"PK\x03\x04"],
-)
-@pytest.mark.parametrize("name", ["x.pth", "model.safetensors"])
-def test_a_file_of_something_else_is_named(content, name, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match="is not a file of weights, or is damaged.*`git lfs pull`"):
-        load_upstream(tmp_path)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 
 
-def test_a_flipped_byte_of_a_pth_is_noticed(tmp_path):
-    content = bytearray((GOLDEN / "C_dense/weights.pth").read_bytes())
-    # The byte is in the middle of the embedding, so the values are finite, of the right shape, and wrong.
-    content[10_000] ^= 1
-    (tmp_path / "x.pth").write_bytes(content)
-    with pytest.raises(UserError, match="is damaged: the checksum of .* is wrong"):
-        load_upstream(tmp_path / "x.pth")
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(st.sampled_from([POINTER, b"<!DOCTYPE html>", b"", b"PK\x03\x04"]) | st.binary(max_size=80))
+def test_a_file_of_something_else_is_refused(tmp_path_factory, content):
+    for name in ("x.pth", "model.safetensors"):
+        path = tmp_path_factory.mktemp("else") / name
+        path.write_bytes(content)
+        with pytest.raises(UserError):
+            load_upstream(path.parent)
 
 
 def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_ids, tmp_path):
     """Use the defaults of the architecture, and the spelling of transformers 4."""
-    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "initializer_range": 0.3, "max_position_embeddings": 256}
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 16}
     theta = {"rope_theta": 500.0}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=scaling | theta)).eval()
-    model.save_pretrained(tmp_path)
+    model = save_stock(tmp_path, rope_parameters=scaling | theta)
     bare = tmp_path / "bare/llama.safetensors"
     bare.parent.mkdir()
     shutil.copy(tmp_path / "model.safetensors", bare)
     expected = model(input_ids).logits
     assert_near(load_upstream(tmp_path)(input_ids).logits, expected)
-    old = sizes | theta | {"model_type": "llama", "rope_scaling": scaling, "tie_word_embeddings": False}
+    old = json.loads((tmp_path / "config.json").read_text()) | theta | {"rope_scaling": scaling}
+    del old["rope_parameters"], old["rms_norm_eps"]
     assert_near(load_upstream(bare, config=old)(input_ids).logits, expected)
     del old["rope_theta"], old["rope_scaling"]
     assert load_upstream(bare, config=old).config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
@@ -309,21 +247,18 @@ def test_a_config_given_to_bare_weights_is_read_as_transformers_reads_it(input_i
 
 def test_a_published_model_keeps_its_sampling_and_its_stop_tokens(tmp_path):
     """Those of transformers, after loading and after an export."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    published = LlamaForCausalLM(LlamaConfig(vocab_size=49152, num_key_value_heads=2, **sizes))
-    own = {"temperature": 0.6, "top_p": 0.85, "top_k": 20, "repetition_penalty": 1.05}
-    published.generation_config.update(do_sample=True, eos_token_id=[2, 0], **own)
-    published.save_pretrained(tmp_path / "published")
-    tokenizer = load_tokenizer("embedded:smollm2")
+    own = {"temperature": 0.6, "top_p": 0.85, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True}
+    published = save_stock(tmp_path / "published", vocab_size=300)
+    published.generation_config.update(eos_token_id=[2, 0], **own)
+    published.generation_config.save_pretrained(tmp_path / "published")
+    tokenizer = train_tokenizer([TEXT], vocab_size=300)
     model = load_model(ModelArguments(model_name_or_path=str(tmp_path / "published")), tokenizer)
     export(model, tmp_path / "exported", "llama", tokenizer=tokenizer)
-    again = GenerationConfig.from_pretrained(tmp_path / "exported")
-    for config in (model.generation_config, again):
-        assert {name: getattr(config, name) for name in own} == own and config.do_sample
-        assert sorted(config.eos_token_id) == [0, 2]
     export(model, tmp_path / "gguf", "gguf", tokenizer=tokenizer)
-    config = load_upstream(tmp_path / "gguf/model.gguf").generation_config
-    assert {name: getattr(config, name) for name in own} == own and config.do_sample
+    again = GenerationConfig.from_pretrained(tmp_path / "exported")
+    for config in (model.generation_config, again, load_upstream(tmp_path / "gguf/model.gguf").generation_config):
+        assert {name: getattr(config, name) for name in own} == own
+    assert sorted(model.generation_config.eos_token_id) == sorted(again.eos_token_id) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -340,24 +275,17 @@ def test_a_published_model_keeps_its_sampling_and_its_stop_tokens(tmp_path):
     ],
 )
 def test_odd_generation_configs_are_read(published, own, tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=6400, **sizes)).save_pretrained(tmp_path)
+    save_stock(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(published))
     config = load_upstream(tmp_path).generation_config
     assert {name: getattr(config, name) for name in own} == own
 
 
-@pytest.mark.parametrize(("window", "is_read"), [(None, True), (128, True), (64, False)])
-def test_a_mistral_without_a_window_is_a_llama(window, is_read, input_ids, tmp_path):
-    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    stock = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=window)).eval()
-    stock.save_pretrained(tmp_path)
-    if is_read:
-        assert_near(load_upstream(tmp_path)(input_ids).logits, stock(input_ids).logits)
-    else:
-        with pytest.raises(UserError, match="sliding_window=64 in the config of a Mistral"):
-            load_upstream(tmp_path)
+@pytest.mark.parametrize("window", [None, 256])
+def test_a_mistral_without_a_window_is_a_llama(window, input_ids, tmp_path):
+    fields = {"head_dim": 16, "num_key_value_heads": 2, "sliding_window": window}
+    stock = save_stock(tmp_path, MistralForCausalLM, MistralConfig, **fields)
+    assert_near(load_upstream(tmp_path)(input_ids).logits, stock(input_ids).logits)
 
 
 def test_a_missing_head_and_an_untied_head(tmp_path):
@@ -371,6 +299,7 @@ def test_a_missing_head_and_an_untied_head(tmp_path):
     assert not model.config.tie_word_embeddings and torch.equal(model.lm_head.weight, weights["lm_head.weight"])
 
 
+@cache
 def tokenizer_of_the_toys():
     """Return a tokenizer whose ids fit a vocabulary of 160."""
     tokenizer = load_tokenizer(FIXTURES / "tokenizers/v1")
@@ -380,8 +309,6 @@ def tokenizer_of_the_toys():
 
 def test_training_starts_from_upstream_weights():
     arguments = ModelArguments(model_name_or_path=str(GOLDEN / "B_dense"), config_overrides="dropout=0.1")
-    with pytest.raises(UserError, match="vocab_size is 160"):
-        load_model(arguments, load_tokenizer(FIXTURES / "tokenizers/v1"))
     model = load_model(arguments, tokenizer_of_the_toys())
     assert isinstance(model, MiniMindForCausalLM) and model.dtype == torch.float32 and model.config.dropout == 0.1
     check_logits(model.eval(), "B_dense")
@@ -389,45 +316,9 @@ def test_training_starts_from_upstream_weights():
 
 
 def test_the_dropout_of_another_program_is_left_out_and_named(tmp_path, caplog):
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, attention_dropout=0.1
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    save_stock(tmp_path, attention_dropout=0.1)
     assert load_upstream(tmp_path).config.dropout == 0.0
     assert "attention_dropout=0.1 of the config is left out" in caplog.text
     model = load_upstream(tmp_path, config={"dropout": 0.2})
     assert model.config.dropout == 0.2
     assert write_stock_fields(model.config, "llama")["attention_dropout"] == 0.2
-
-
-QUERY = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (drop(QUERY), f"1 missing: {QUERY}"),
-        (put("model.layers.1.mlp.lora.weight", torch.ones(2)), "1 unexpected: model.layers.1.mlp.lora.weight"),
-        (put(QUERY, torch.ones(7)), rf"{QUERY} is \(7,\) and should be \(32, 32\)"),
-        (put(QUERY, torch.full((32, 32), math.nan)), f"{QUERY} holds values that are not finite"),
-        (None, "no readable weights"),
-    ],
-)
-def test_a_damaged_checkpoint_of_ours_is_refused(change, message, build_model, tmp_path):
-    """No missing tensor may get random values, neither here nor at the start of training."""
-    build_model().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    weights = load_file(file)
-    assert "lm_head.weight" not in weights
-    arguments, tokenizer = ModelArguments(model_name_or_path=str(tmp_path)), tokenizer_of_the_toys()
-    loaders = [partial(load_upstream, tmp_path), partial(load_model, arguments, tokenizer)]
-    for load in loaders:
-        assert torch.equal(load().get_parameter(QUERY), weights[QUERY])
-    if change is None:
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    else:
-        change(weights)
-        save_file(weights, file, metadata={"format": "pt"})
-    for load in loaders:
-        with pytest.raises(UserError, match=message):
-            load()

@@ -8,36 +8,18 @@ from peft import LoraConfig, get_peft_model
 
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.weights.exporting import to_state_dict, to_stock_model
 from hf_pretrain.weights.importing import load_upstream
 from hf_pretrain.weights.layouts import stock_layout
-from hf_pretrain.weights.upstream_lora import load_merged, merge_upstream_lora, write_upstream_lora
+from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
 from tests.models import saved_model
-
-
-SQUARE = ("q_proj", "o_proj")
+from tests.weights.files import SQUARE, save_lora
 
 
 @pytest.fixture
 def base_of(tmp_path):
     """Return a function that saves a toy model of a generation, and loads it from its directory."""
     return lambda generation: saved_model(tmp_path / "base", qk_norm=generation == "v3").eval()
-
-
-def save_lora(
-    path, num_layers: int, width: int, stem: str = "model.layers.{}.self_attn.{}", names: tuple[str, ...] = SQUARE
-) -> dict[str, torch.Tensor]:
-    """Save a random LoRA with the names and shapes that MiniMind's `save_lora` writes."""
-    generator = torch.Generator().manual_seed(2)
-    tensors = {}
-    for layer in range(num_layers):
-        for projection in names:
-            name = stem.format(layer, projection)
-            tensors[f"{name}.lora.A.weight"] = torch.randn(16, width, generator=generator) * 0.1
-            tensors[f"{name}.lora.B.weight"] = torch.randn(width, 16, generator=generator) * 0.1
-    torch.save(tensors, path)
-    return tensors
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2", "v3"])
@@ -94,40 +76,6 @@ def test_an_adapter_is_written_and_merges_to_the_same_model(
     convert("--from", str(file), "--base", str(tmp_path / "base"), "--to", str(tmp_path / "merged"))
     logits = MiniMindForCausalLM.from_pretrained(tmp_path / "merged").eval()(input_ids).logits
     torch.testing.assert_close(logits, load_merged(source)[0](input_ids).logits, rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match="base was written by hf_pretrain.*leave the config out"):
-        load_merged(source, config={"dropout": 0.5})
-
-
-@pytest.mark.parametrize(
-    ("width", "stem", "message"),
-    [
-        (48, "model.layers.{}.self_attn.{}", "adapts a matrix 48 x 48, and the base has .32, 32."),
-        (32, "model.layers.7{}.self_attn.{}", "model.layers.70.self_attn.q_proj adapts a matrix"),
-    ],
-)
-def test_files_of_another_model_are_refused(base_of, tmp_path, width, stem, message):
-    save_lora(tmp_path / "lora_x.pth", 1, width, stem)
-    with pytest.raises(UserError, match=message):
-        merge_upstream_lora(base_of("v3"), tmp_path / "lora_x.pth")
-    with pytest.raises(UserError, match="convert it with --base"):
-        load_upstream(tmp_path / "lora_x.pth")
-    with pytest.raises(UserError, match="is no LoRA file"):
-        merge_upstream_lora(base_of("v3"), tmp_path / "base/model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lora_target_modules": [*SQUARE, "up_proj"]}, "Train with .--lora_r 16 --lora_target"),
-        ({"lora_r": 8}, "q_proj o_proj. and without"),
-        ({"use_dora": True}, "without --use_dora"),
-    ],
-)
-def test_adapters_that_minimind_lacks_are_refused(base_of, tmp_path, changes, message):
-    arguments = AdapterArguments(**{"use_peft": True, "lora_target_modules": [*SQUARE]} | changes)
-    add_adapter(base_of("v3"), arguments).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(UserError, match=message):
-        write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
 
 
 def test_an_adapter_with_further_weights_is_not_written(base_of, tmp_path):
@@ -137,6 +85,6 @@ def test_an_adapter_with_further_weights_is_not_written(base_of, tmp_path):
     with torch.no_grad():
         adapted.base_model.model.model.norm.modules_to_save["default"].weight += 1
     adapted.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(RuntimeError, match="written wrongly"):
+    with pytest.raises(RuntimeError):
         write_upstream_lora(tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
