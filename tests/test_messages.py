@@ -9,14 +9,14 @@ import pytest
 
 
 TESTS = Path(__file__).parent
-TABLE = {
-    f"{path.parent.name}: {mistake.says}": mistake
+TABLE = [
+    pytest.param(mistake, id=f"{path.parent.name}: {mistake.says}")
     for path in sorted(TESTS.glob("*/mistakes.py"))
     for mistake in import_module(f"tests.{path.parent.name}.mistakes").MISTAKES
-}
+]
 
 
-@pytest.mark.parametrize("mistake", TABLE.values(), ids=TABLE)
+@pytest.mark.parametrize("mistake", TABLE)
 def test_a_message_says_what_where_and_what_to_do(mistake, request):
     fixtures = {name: request.getfixturevalue(name) for name in inspect.signature(mistake.make).parameters}
     with pytest.raises(mistake.error) as raised:
