@@ -149,5 +149,5 @@ def test_other_validation_data_are_refused(tmp_path):
     # Without the flag, an evaluation changes nothing.
     train(other)
     for eval_rows in (other, {"a": rows, "b": other}):
-        with pytest.raises(UserError, match="its validation data differed"):
+        with pytest.raises(UserError):
             train(eval_rows, **best)

@@ -61,7 +61,7 @@ class Spoiler(TrainerCallback):
             model.model.norm.weight.data.mul_(-3)
 
 
-@pytest.mark.parametrize("metric", ["bits_per_byte", "eval_perplexity", "loss"])
+@pytest.mark.parametrize("metric", ["bits_per_byte", "eval_perplexity"])
 def test_the_lowest_is_the_best(tmp_path, tokenizer, metric):
     often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": metric, "save_total_limit": 2}
