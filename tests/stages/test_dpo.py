@@ -147,9 +147,6 @@ def test_accumulation_and_whole_batches(build_trainer):
     assert len(histories[0]) == 4 and histories[0][-1][2] == 4  # one step per epoch
     for one, two in zip(*histories, strict=True):
         assert one == pytest.approx(two, rel=1e-4)
-    trainer = build_trainer(num_pairs=1, per_device_train_batch_size=2)
-    with pytest.raises(ValueError, match="1 rows do not fill one batch of 2"):
-        trainer.train()
 
 
 def test_the_seed_decides_the_order_of_the_pairs(build_trainer):
