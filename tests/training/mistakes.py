@@ -15,28 +15,13 @@ from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.loading.adapters import AdapterArguments
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
-from hf_pretrain.training import launch
-from hf_pretrain.training.budgets import parse_tokens
-from hf_pretrain.training.deepspeed_support import prepare_deepspeed_config, refuse_mismatches
-from hf_pretrain.training.float8 import check_float8, convert_to_float8
-from hf_pretrain.training.optimizers import build_muon
-from hf_pretrain.training.resume_check import describe_run
-from hf_pretrain.training.run import begin_run, train_and_evaluate
-from hf_pretrain.training.spikes import check_spikes
+from hf_pretrain.training import budgets, deepspeed_support, float8, launch, optimizers, resume_check, run, spikes
 from hf_pretrain.training.step_loss import EvaluationSums
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.mistakes import Mistake
 from tests.models import saved_model
 from tests.toys import toy_model
-from tests.trainers import (
-    ARGUMENTS,
-    make_documents,
-    make_run_trainer,
-    make_trainer,
-    parse,
-    resume,
-    small_tokenizer,
-)
+from tests.trainers import ARGUMENTS, make_documents, make_run_trainer, make_trainer, parse, resume, small_tokenizer
 
 
 def typed(flags="", config=None, **launcher):
@@ -54,8 +39,9 @@ def overridden(overrides):
     return lambda: load_model(ModelArguments(model_preset="tiny", config_overrides=overrides), small_tokenizer())
 
 
-def trained(rows=None, *, make=make_trainer, **options):
-    return lambda tmp_path: make(tmp_path, rows or make_documents(), **options).train()
+def trained(rows=None, *, batch=8, data_collator=None, **arguments):
+    given = {"batch": batch, "arguments": arguments} | ({"data_collator": data_collator} if data_collator else {})
+    return lambda tmp_path: make_trainer(tmp_path, rows or make_documents(), **given).train()
 
 
 def spoiled(column, value):
@@ -66,58 +52,72 @@ def spoiled(column, value):
 
 
 def checked(check, **fields):
-    return lambda: check(SimpleNamespace(**fields))
+    return partial(check, SimpleNamespace(**fields))
 
 
 def prepared(config, **arguments):
     """Prepare a DeepSpeed config."""
-    return lambda tmp_path: prepare_deepspeed_config(
+    return lambda tmp_path: deepspeed_support.prepare_deepspeed_config(
         copy.deepcopy(config), LMTrainingArguments(str(tmp_path), **ARGUMENTS | arguments)
     )
 
 
-def resumed(arguments=None, contents_now=None, /, **then):
-    """Resume from a checkpoint whose run had other values in its description."""
+def resumed(then=None, now=None, settings=None, **more):
+    """Resume from a checkpoint whose run had other contents (`then`), settings, or parts of its description."""
 
     def make(tmp_path):
-        trainer = make_trainer(tmp_path, make_documents(), arguments=arguments or {})
-        now = describe_run(trainer)
-        now["contents"] |= contents_now or {}
-        merged = {name: now[name] | value if isinstance(value, dict) else value for name, value in then.items()}
-        resume(tmp_path, now | merged, now, trainer.args)
+        trainer = make_trainer(tmp_path, make_documents())
+        described = resume_check.describe_run(trainer)
+        described["contents"] |= now or {}
+        other = copy.deepcopy(described) | more
+        other["contents"] |= then or {}
+        other["settings"] |= settings or {}
+        resume(tmp_path, other, described, trainer.args)
 
     return make
 
 
-def figures(ce_loss, label):
+def evaluated(ce_loss, label):
     """Evaluate a row with one loss and one label."""
-    sums = EvaluationSums()
-    sums.add(SimpleNamespace(ce_loss=torch.tensor(ce_loss)), {"labels": torch.full((2, 5), label)})
-    return sums.figures(lambda tensor: tensor, prefix="eval", description="a set")
+
+    def make():
+        sums = EvaluationSums()
+        sums.add(SimpleNamespace(ce_loss=torch.tensor(ce_loss)), {"labels": torch.full((2, 5), label)})
+        sums.figures(lambda tensor: tensor, prefix="eval", description="a set")
+
+    return make
 
 
-def multiply_in_float8(monkeypatch, *, is_installed):
-    """Convert a layer of width 60. The conversion itself is not reached."""
-    torchao = SimpleNamespace(Float8LinearConfig=None, convert_to_float8_training=None)
-    monkeypatch.setitem(sys.modules, "torchao.float8", torchao if is_installed else None)
-    convert_to_float8(toy_model(intermediate_size=60).model.layers, emulates=True)
+def converted(torchao):
+    """Convert layers of width 60 to float8, with or without torchao. The conversion itself is not reached."""
+
+    def make(monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+        float8.convert_to_float8(toy_model(intermediate_size=60).model.layers, emulates=True)
+
+    return make
 
 
-def adapt(tmp_path):
+def writer(directory, num_bytes):
+    return CheckpointWriter(LMTrainingArguments(str(directory), **ARGUMENTS), lambda: num_bytes)
+
+
+def read_back_something_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_pretrain.checkpoints.writer.find_damage", lambda path: ["a file has another sha256"])
+    with writer(tmp_path, 1000).writing_checkpoint(tmp_path / "checkpoint-3", {}):
+        pass
+
+
+def train_adapters_in_float8(tmp_path):
+    args = parse(tmp_path, "--use_cpu", *EMULATED.split(), "--optim_preset", "adamw")[2]
+    run.begin_run("sft", args, ModelArguments(), AdapterArguments(use_peft=True))
+
+
+def train_adapters_with_muon(tmp_path):
     import peft
 
     model = peft.get_peft_model(saved_model(tmp_path), peft.LoraConfig(target_modules=["q_proj"]))
-    build_muon(model, None, uses_deepspeed=False)
-
-
-def see_two_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(LMTrainingArguments, "n_gpu", property(lambda self: 2))
-    LMTrainingArguments(str(tmp_path), **ARGUMENTS)
-
-
-def use_fsdp_1(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    launch.complete_fsdp_args(None)
+    optimizers.build_muon(model, None, uses_deepspeed=False)
 
 
 def use_a_large_micro_batch(monkeypatch):
@@ -128,27 +128,20 @@ def use_a_large_micro_batch(monkeypatch):
 def validate_nothing(tmp_path):
     trainer = make_run_trainer(tmp_path, early_stopping_patience=3, eval_strategy="steps")
     trainer.eval_dataset = None
-    train_and_evaluate(trainer, checkpoint=None)
+    run.train_and_evaluate(trainer, checkpoint=None)
 
 
-def write_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_pretrain.checkpoints.writer.find_damage", lambda path: ["a file has another sha256"])
-    writer = CheckpointWriter(LMTrainingArguments(str(tmp_path), **ARGUMENTS), lambda: 1000)
-    with writer.writing_checkpoint(tmp_path / "checkpoint-3", {}):
-        pass
-
-
-def fill_the_disk(tmp_path):
-    CheckpointWriter(LMTrainingArguments(str(tmp_path), **ARGUMENTS), lambda: 2**60).check_space()
-
-
-NEVER = "--eval_strategy no --save_strategy no"
+CPU = torch.device("cpu")
 EMULATED = "--fp8 --fp8_emulate --bf16"
-FLOAT8 = {"fp8": True, "fp8_emulate": True, "bf16": True, "has_masked_loss": True, "device": torch.device("cpu")}
-SKIPPING = {"skip_spikes": True, "has_masked_loss": True, "fp16": False, "deepspeed_plugin": None}
 ZERO2 = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+# A run that trains in float8, a run that skips spikes, and a run on two GPUs with tensor parallelism.
+FLOAT8 = {"fp8": True, "fp8_emulate": True, "bf16": True, "has_masked_loss": True, "device": CPU}
+SKIPPING = {"skip_spikes": True, "has_masked_loss": True, "fp16": False, "deepspeed_plugin": None}
+TWO_GPUS = {"gradient_accumulation_steps": 2, "fp16": False, "tp_size": 1, "n_gpu": 2, "device": CPU}
+SPLIT = SimpleNamespace(tp_size=2, config=SimpleNamespace(qk_norm=True))
+TORCHAO = SimpleNamespace(Float8LinearConfig=None, convert_to_float8_training=None)
 
 MISTAKES = [
     # Flags and files of flags.
@@ -158,102 +151,75 @@ MISTAKES = [
     Mistake("--gradient_checkpointing_kwargs a must be a JSON obj", typed("--gradient_checkpointing_kwargs a")),
     Mistake("--hub_token would be visible .* set HF_TOKEN instead", typed("--hub_token hf_x")),
     Mistake("--profile_interval 0 must be at least 2", typed("--profile_interval 0")),
-    Mistake("has no evaluations to choose by", typed(f"--load_best_model_at_end {NEVER}")),
-    *(
-        Mistake(f"Only recipes know `{name}`", trained(arguments={name: 1}))
-        for name in ("dry_run", "profile", "early_stopping_patience", "preview")
-    ),
+    Mistake("no evaluations to choose by: pass", typed("--load_best_model_at_end --eval_strategy no")),
+    Mistake("Only recipes know `dry_run`", trained(dry_run=True)),
+    Mistake("Only recipes know `profile`", trained(profile=True)),
+    Mistake("Only recipes know `preview`", trained(preview=1)),
+    Mistake("Only recipes know `early_stopping_patience`", trained(early_stopping_patience=1)),
     # The model.
     Mistake("'width' is not a field", overridden("width=3")),
-    Mistake("not of the form", overridden("num_hidden_layers")),
+    Mistake("'num_hidden_layers' is not of the form name=value", overridden("num_hidden_layers")),
     Mistake("vocab_size", overridden("vocab_size=100")),
     Mistake("hidden_size='wide'; it must be a whole number of at least 1", overridden("hidden_size=wide")),
     Mistake("rope_theta='big'; it must be a number above 0", overridden("rope_parameters={rope_theta: big}")),
     Mistake("has to be between 0 and 1, but got 2", overridden("dropout=2")),
     Mistake("'qk_norm' expected bool.*'maybe'", overridden("qk_norm=maybe")),
-    Mistake(
-        "not llama. `load_upstream` reads",
-        lambda tmp_path: make_trainer(tmp_path, [], model=LlamaForCausalLM(LlamaConfig(vocab_size=64, **LLAMA))),
-    ),
+    Mistake("not llama. `load_upstream` reads", lambda: MaskedLossTrainer(LlamaForCausalLM(LLAMA))),
     Mistake("not NoneType. .* no `model_init`", lambda: MaskedLossTrainer(None, model_init=toy_model)),
-    # The launch and the precision.
+    # The launch and the precision. The launcher's precision is taken, and then checked like the recipe's own.
     Mistake("--fp16 on a CPU would silently train in float32", typed("--fp16")),
+    Mistake("--fp16 on a CPU would .*Use --bf16", typed(MIXED_PRECISION="fp16")),
     Mistake("--mixed_precision fp8 is not the precision", typed("--bf16", MIXED_PRECISION="fp8")),
     Mistake("--mixed_precision bf16 is not the precision", typed("--bf16 false", MIXED_PRECISION="bf16")),
-    # The launcher's precision is taken, and then checked like the recipe's own.
-    Mistake("--fp16 on a CPU", typed(MIXED_PRECISION="fp16")),
     Mistake("DYNAMO_BACKEND, which is not supported. .*--torch_compile_backend", typed(DYNAMO_BACKEND="INDUCTOR")),
-    Mistake("FSDP version 1 is not supported. Write `fsdp_version: 2`", use_fsdp_1),
+    Mistake("FSDP version 1 is not supported. Write `fsdp_version: 2`", partial(launch.complete_fsdp_args, {})),
     Mistake("pass --fsdp_size N", typed("--fsdp")),
     Mistake("launch with torchrun and pass --fsdp_size N", typed(USE_FSDP="true")),
     Mistake("needs 2 processes, and 1 run.*--nproc_per_node 2", typed("--fsdp_size 2")),
     Mistake("--ep_size 2 must divide --fsdp_size x --tp_size", typed("--ep_size 2")),
-    Mistake("torchrun --standalone --nproc_per_node 2", see_two_gpus),
-    Mistake(
-        "--tp_size 2 would train",
-        lambda: launch.check_accumulation(
-            SimpleNamespace(gradient_accumulation_steps=2),
-            SimpleNamespace(tp_size=2, config=SimpleNamespace(qk_norm=True)),
-        ),
-    ),
+    Mistake("torchrun --standalone --nproc_per_node 2", checked(launch.check_device, **TWO_GPUS)),
+    Mistake("--tp_size 2 would train", lambda: launch.check_accumulation(SimpleNamespace(**TWO_GPUS), SPLIT)),
     Mistake("A micro-batch of 32,768 tokens is too large: with torch 2.*--gradient_acc", use_a_large_micro_batch),
     # float8.
-    Mistake("needs a GPU of compute capability 8.9 .* uses cpu.*--fp8_emulate", typed("--fp8 --bf16")),
     Mistake("capability 8.9 or newer, and this run uses cpu", typed(MIXED_PRECISION="fp8")),
+    Mistake("needs a GPU of compute capability 8.9 .* uses cpu.*--fp8_emulate", typed("--fp8 --bf16")),
     Mistake("--fp8 is missing", typed("--fp8_emulate")),
     Mistake("Add --bf16", typed(f"{EMULATED} false")),
     Mistake("--fp8_backend ao", typed("--fp8_emulate", MIXED_PRECISION="fp8", FP8_BACKEND="te")),
-    Mistake("pretraining, fine-tuning and dist", checked(check_float8, **FLOAT8 | {"has_masked_loss": False})),
-    Mistake("cannot train with sharded weights .*Use DDP", checked(check_float8, **FLOAT8, shards_weights=True)),
-    Mistake(
-        "--fp8 trains no adapters",
-        lambda tmp_path: begin_run(
-            "sft",
-            parse(tmp_path, "--use_cpu", *EMULATED.split(), "--optim_preset", "adamw")[2],
-            ModelArguments(),
-            AdapterArguments(use_peft=True),
-        ),
-    ),
-    Mistake(
-        "0.mlp.gate_proj of the decoder layers has 60 x 32",
-        lambda monkeypatch: multiply_in_float8(monkeypatch, is_installed=True),
-    ),
-    Mistake(
-        r"--fp8 needs torchao: \S*pip install .*\[fp8\]",
-        lambda monkeypatch: multiply_in_float8(monkeypatch, is_installed=False),
-    ),
+    Mistake("pretraining, fine-tuning and dist", checked(float8.check_float8, **FLOAT8 | {"has_masked_loss": 0})),
+    Mistake("train with sharded weights .*Use DDP", checked(float8.check_float8, **FLOAT8, shards_weights=True)),
+    Mistake("--fp8 trains no adapters", train_adapters_in_float8),
+    Mistake("0.mlp.gate_proj of the decoder layers has 60 x 32", converted(TORCHAO)),
+    Mistake(r"--fp8 needs torchao: \S*pip install .*\[fp8\]", converted(None)),
     # The optimizer and the schedule.
     Mistake("--optim sgd and --optim_preset muon exclude each other", typed("--optim_preset muon --optim sgd")),
     Mistake("--optim_args a=1 has no effect with --optim_preset muon", typed("--optim_args a=1")),
-    Mistake("--optim_args a does not fit: ", trained(arguments={"optim_preset": "adamw", "optim_args": "a"})),
-    Mistake(
-        "--optim_args momentum=x does not fit: .*'x'",
-        trained(arguments={"optim": "rmsprop", "optim_args": "momentum=x"}),
-    ),
+    Mistake("--optim_args a does not fit: ", trained(optim_preset="adamw", optim="adamw_torch", optim_args="a")),
+    Mistake("--optim_args momentum=x does not fit: .*'x'", trained(optim="rmsprop", optim_args="momentum=x")),
     Mistake(
         r"--lr_scheduler_kwargs \{'a': 1\} does not fit: .*'a'",
-        lambda tmp_path: make_run_trainer(tmp_path, lr_scheduler_kwargs={"a": 1}).train(),
+        trained(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"a": 1}),
     ),
     Mistake("--optim stable_adamw: .*optimi", typed("--optim stable_adamw")),
-    Mistake("--optim_preset muon trains no adapters", adapt),
+    Mistake("--optim_preset muon trains no adapters", train_adapters_with_muon),
     Mistake("instead of the gradients, at 2. Leave --max_grad_norm out", prepared(ZERO2, max_grad_norm=2.0)),
     Mistake("instead of the gradients, at 0.5", prepared(ZERO2 | {"gradient_clipping": 0.5})),
     Mistake("The `optimizer` block of the DeepSpeed config would override Muon", prepared({"optimizer": {}})),
     Mistake("The `scheduler` block .* or pass --optim_preset adamw", prepared({"scheduler": {}})),
     Mistake("accelerate would replace --optim adafactor by Adam", prepared(OFFLOADED, optim="adafactor")),
-    *(
-        Mistake(
-            rf"has stage 0, and the run trains in {precision}: .* Use stage 1 \(ds_configs/zero1.json\)",
-            partial(prepare_deepspeed_config, {}, SimpleNamespace(bf16=precision == "bf16", fp16=True)),
-        )
-        for precision in ("bf16", "fp16")
+    Mistake(r"stage 0, and the run trains in bf16: .* Use stage 1 \(ds_configs/zero1", prepared({}, bf16=True)),
+    Mistake(
+        "stage 0, and the run trains in fp16",
+        partial(deepspeed_support.prepare_deepspeed_config, {}, SimpleNamespace(bf16=False, fp16=True)),
     ),
     Mistake(
         'micro_batch=2, but per_device_train_batch_size=16. Set these values to "auto"',
-        checked(refuse_mismatches, mismatches=["- ds micro_batch=2 vs hf per_device_train_batch_size=16"]),
+        checked(
+            deepspeed_support.refuse_mismatches, mismatches=["- ds micro_batch=2 vs hf per_device_train_batch_size=16"]
+        ),
     ),
     # Budgets and validation.
-    Mistake("--max_tokens 2 B is no number of tokens. Write it as 2B", lambda: parse_tokens("2 B")),
+    Mistake("--max_tokens 2 B is no number of tokens. Write it as 2B", partial(budgets.parse_tokens, "2 B")),
     Mistake("--max_tokens and --tokens_per_parameter exclude", typed("--max_tokens 2B --tokens_per_parameter 20")),
     Mistake("--warmup_steps 10 must be a share below 1 with", typed("--max_minutes 5 --warmup_steps 10")),
     Mistake("--max_minutes 0.0 must be above 0", typed("--max_minutes 0")),
@@ -267,46 +233,38 @@ MISTAKES = [
     Mistake("A row holds the id -1; the model knows ids 0 to 63", spoiled("input_ids", -1)),
     Mistake("holds a negative weight", spoiled("loss_mask", -1.0)),
     Mistake("Nothing was trained: no rows", trained(IterableDataset.from_generator(lambda: iter([])))),
-    Mistake(
-        "or too few for --dataloader_drop_last. See --dataset_name",
-        trained(batch=20, arguments={"dataloader_drop_last": True}),
-    ),
-    Mistake(r"makes 1 row\(s\) of labels from 4 rows", trained(data_collator=DataCollatorWithFlattening(), batch=4)),
+    Mistake("or too few for --dataloader_drop_last. See", trained(batch=20, dataloader_drop_last=True)),
+    Mistake(r"makes 1 row\(s\) of labels from 4 rows", trained(batch=4, data_collator=DataCollatorWithFlattening())),
     Mistake("makes no labels", trained([{"input_ids": [5, 6, 7]}] * 8, data_collator=DefaultDataCollator())),
-    Mistake("--label_smoothing_factor", trained(arguments={"label_smoothing_factor": 0.1})),
-    Mistake(
-        "--train_sampling_strategy batch_rebalance .*Use random,",
-        trained(arguments={"train_sampling_strategy": "batch_rebalance"}),
-    ),
-    Mistake("a set: no token of the set is to be predicted.* Check the", lambda: figures(0.0, -100)),
-    Mistake("a set: eval_loss is nan.* lower --learning_rate", lambda: figures(torch.nan, 5), FloatingPointError),
-    Mistake("works in pretraining", checked(check_spikes, **SKIPPING | {"has_masked_loss": False})),
+    Mistake("--label_smoothing_factor", trained(label_smoothing_factor=0.1)),
+    Mistake("batch_rebalance .*Use random, seq", trained(train_sampling_strategy="batch_rebalance")),
+    Mistake("a set: no token of the set is to be predicted.* Check the", evaluated(0.0, -100)),
+    Mistake("a set: eval_loss is nan.* lower --learning_rate", evaluated(torch.nan, 5), FloatingPointError),
+    Mistake("spikes works in pretraining", checked(spikes.check_spikes, **SKIPPING | {"has_masked_loss": False})),
     Mistake(
         "DeepSpeed updates the weights in the backward pass. Use torchrun, with --fsdp_size .* leave the flag out",
-        checked(check_spikes, **SKIPPING | {"deepspeed_plugin": "ZeRO"}),
+        checked(spikes.check_spikes, **SKIPPING | {"deepspeed_plugin": "ZeRO"}),
     ),
-    Mistake("in fp16, the loss scaler decides.* Leave it out", checked(check_spikes, **SKIPPING | {"fp16": True})),
+    Mistake("in fp16, the loss scaler decides", checked(spikes.check_spikes, **SKIPPING | {"fp16": True})),
     # Checkpoints.
-    Mistake("damaged-checkpoint-3 read back differently: a file", write_checkpoint, OSError),
-    Mistake("the first checkpoint could not be saved", fill_the_disk, OSError),
+    Mistake("damaged-checkpoint-3 read back differently: a file", read_back_something_else, OSError),
+    Mistake(
+        "the first checkpoint could not be saved", lambda tmp_path: writer(tmp_path, 2**60).check_space(), OSError
+    ),
     Mistake("cannot resume from .*its optimizer was muon and is now sgd", resumed(optimizer="muon")),
     Mistake("an older version saved its optimizer state in shards .ZeRO-2, 1 p", resumed(layout="ZeRO-2")),
     Mistake("in shards .one file, 4 process.*this launch .one file, 1. cannot read", resumed(world_size=4)),
     Mistake(
         "its schedule adapts, .*layout ZeRO-2, not one f",
-        resumed({"lr_scheduler_type": "greedy", "eval_strategy": "steps", "eval_steps": 1}, layout="ZeRO-2"),
+        resumed(settings={"lr_scheduler_type": "greedy"}, layout="ZeRO-2"),
     ),
     Mistake("saved with --save_only_model and has no optimizer state", resumed(save_only_model=True)),
-    Mistake("cannot resume.*its adapter differed", resumed(contents={"adapter": {"r": 4}})),
+    Mistake("cannot resume.*its adapter differed", resumed({"adapter": {"r": 4}})),
     Mistake("cannot resume.*--optim_args was a=1 and is now None", resumed(settings={"optim_args": "a=1"})),
-    Mistake(
-        "would not be exact: its global batch was 5 rows and is now 8. .* --allow_inexact_resume",
-        resumed(global_batch=5),
-    ),
-    Mistake("would not be exact: its data differed", resumed(contents={"data": {"rows": 9}})),
-    Mistake(
-        r"its settings of the optimizer differed \(lr was 0.1 and is now 0.2",
-        resumed({}, {"settings of the optimizer": {"lr": 0.2}}, contents={"settings of the optimizer": {"lr": 0.1}}),
-    ),
+    Mistake("would not be exact: its global batch was 5 rows and is now 8. .*--allow_inex", resumed(global_batch=5)),
+    Mistake("would not be exact: its data differed", resumed({"data": {"rows": 9}})),
     Mistake("--skip_spikes was True and is now False", resumed(settings={"skip_spikes": True})),
+    Mistake(
+        r"its optimizer differed \(lr was 1 and is now 2", resumed({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 2}})
+    ),
 ]
