@@ -7,13 +7,12 @@ import sys
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import launcher_command, start
 from tests.toys import toy_model
-from tests.trainers import ARGUMENTS, make_documents, make_run_trainer, make_trainer
+from tests.trainers import ARGUMENTS, AtStep, make_documents, make_run_trainer, make_trainer
 
 
 def test_a_finished_run_trains_no_more_steps(tmp_path):
@@ -43,16 +42,11 @@ def test_an_error_is_recorded_and_raised(tmp_path, monkeypatch):
 
 
 def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path, restored, monkeypatch):
-    class CtrlC(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
     # Only interactive sessions have this attribute.
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     handler = signal.getsignal(signal.SIGINT)
     trainer = make_trainer(tmp_path, make_documents(), arguments={"save_strategy": "steps", "save_steps": 2})
-    trainer.add_callback(ctrl_c := CtrlC())
+    trainer.add_callback(ctrl_c := AtStep(1, lambda: os.kill(os.getpid(), signal.SIGINT)))
     with pytest.raises(SystemExit) as status:
         trainer.train()
     assert status.value.code == 130 and trainer.state.global_step == 2
@@ -75,17 +69,6 @@ def test_our_arguments_need_no_validation_set(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 2
     assert not any(key.startswith("eval_") for entry in trainer.state.log_history for key in entry)
-
-
-def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
-    def trained(name: str, **arguments) -> dict[str, torch.Tensor]:
-        model = toy_model(vocab_size=64, dropout=0.1)
-        trainer = make_trainer(tmp_path / name, make_documents(), model=model, arguments=arguments)
-        trainer.train()
-        return dict(trainer.model.named_parameters())
-
-    never, often = trained("never"), trained("often", eval_strategy="steps", eval_steps=1)
-    assert all(torch.equal(weight, often[name]) for name, weight in never.items())
 
 
 # Both ranks have the same weights and rows.

@@ -18,7 +18,6 @@ from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import budgets
-from hf_pretrain.training.callbacks import LogLinesCallback
 from hf_pretrain.training.run import Run, train_and_evaluate
 from hf_pretrain.training.settling import TrainerData, settle
 from hf_pretrain.training.training_arguments import LMTrainingArguments
@@ -118,13 +117,6 @@ def make_timed_trainer(path: Path, monkeypatch, **arguments):
     monkeypatch.setattr(budgets, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     arguments = {"max_minutes": 1 / 3, "logging_steps": 1, "warmup_steps": 0.0, "save_steps": 0.25} | arguments
     return make_run_trainer(path, learning_rate=1.0e-3, optim_preset="adamw", **arguments)
-
-
-@pytest.mark.parametrize(("steps", "place"), [(budgets.UNKNOWN_STEPS, "step 0:"), (7, "step 0/7:")])
-def test_a_line_shows_no_number_of_steps_before_it_is_known(capsys, steps, place):
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=steps)
-    LogLinesCallback().on_log(None, state, None, logs={"eval_loss": 1.0})
-    assert capsys.readouterr().out.startswith(place)
 
 
 def rates(trainer) -> list[float]:

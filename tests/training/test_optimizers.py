@@ -67,10 +67,7 @@ def test_muon_trains_the_matrices_of_the_layers():
         (True, 0.02, 0.1),
     ]
     assert groups[2]["params"] == [model.model.embed_tokens.weight]
-
-
-def test_the_first_group_has_the_learning_rate_that_trainer_logs():
-    """At larger widths, the embedding has a lower rate than all others."""
+    # Trainer logs the rate of the first group. At larger widths, the embedding has a lower one than all others.
     groups = muon_parameter_groups(toy_model(hidden_size=512), learning_rate=0.02, weight_decay=0.1)
     assert groups[0]["lr"] == 0.02 and {group["lr"] for group in groups} == {0.02, 0.02 * 0.9375}
 

@@ -230,7 +230,7 @@ BEFORE = {"learning_rate": 2e-3, "weight_decay": 0.1, "adam_beta2": 0.95}
 
 @pytest.mark.parametrize("optimizer", [{"optim": "adamw_torch"}, {"optim": None, "optim_preset": "muon"}])
 @pytest.mark.parametrize(
-    "change", [{"learning_rate": 2e-5}, {"weight_decay": 0.0}, {"adam_beta2": 0.5}, {"lr_scheduler_type": "constant"}]
+    "change", [{"learning_rate": 2e-5, "weight_decay": 0.0, "adam_beta2": 0.5}, {"lr_scheduler_type": "constant"}]
 )
 def test_an_inexact_resume_trains_with_the_new_flags(tmp_path, optimizer, change):
     """Compare with the optimizer of a new run, and the rates with the formula of the schedule."""
