@@ -6,11 +6,10 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedConfig
 from transformers.utils import get_json_schema
 
 from hf_pretrain.data.formats import BadRecord
-from hf_pretrain.data.reward_tasks import load_tasks
 from hf_pretrain.inference.tools import calculator
 from hf_pretrain.runtime.signals import UserCodeExit, guard_user_code
 from hf_pretrain.stages.distillation import DistillationArguments, check_same_vocabulary, load_teacher
@@ -22,7 +21,7 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.trl_trainers import make_records, make_trl_trainer
 from tests.mistakes import Mistake
 from tests.rollouts import says
-from tests.toys import toy_model, write_jsonl
+from tests.toys import toy_model
 from tests.trainers import small_tokenizer
 
 
@@ -30,36 +29,19 @@ def given(cls=GRPOTrainingArguments, **flags):
     return lambda tmp_path: cls(output_dir=str(tmp_path), use_cpu=True, **flags)
 
 
-def typed(*words, **flags):
-    """Type flags, also with the values that they have anyway."""
-
-    def make(tmp_path, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
-        given(**flags)(tmp_path)
-
-    return make
+def type_a_flag_of_grpo(tmp_path, monkeypatch):
+    """The presets give `--loss_type` this value, so that it is refused only if it is typed."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--loss-type=cispo"])
+    given(algorithm="rloo", loss_type="cispo")(tmp_path)
 
 
 def loaded(name):
     return lambda: load_reward_functions([name])
 
 
-def judged_by(save):
-    """Take a directory as a reward model."""
-
-    def make(tmp_path):
-        save(tmp_path / "judge")
-        load_reward_functions([f"{tmp_path}/judge"])
-
-    return make
-
-
-def publish_code(path):
-    """Write a config with the fields of internlm/internlm2-1_8b-reward, which MiniMind's trainers use."""
-    path.mkdir()
-    name = "InternLM2ForRewardModel"
-    config = {"architectures": [name], "auto_map": {"AutoModel": f"modeling_internlm2.{name}"}}
-    (path / "config.json").write_text(json.dumps(config))
+def judged_by(config):
+    """Take a model with this config as a reward model."""
+    return lambda tmp_path: (config.save_pretrained(tmp_path), load_reward_functions([f"{tmp_path}"]))
 
 
 def score_with_a_number(monkeypatch):
@@ -80,28 +62,10 @@ def asked(content="Sky?", template=None, **options):
     return make
 
 
-def read_bad_tasks(tmp_path):
-    def refuse(task):
-        if task["prompt"][0]["content"] != "0?":
-            raise BadRecord("bad")
-
-    load_tasks([write_jsonl(tmp_path / "tasks.jsonl", [{"prompt": f"{n}?"} for n in range(3)])], check=refuse)
-
-
-def taught_by(save, *, is_complete=True):
-    """Distil from a directory."""
-
-    def make(tmp_path):
-        save(tmp_path)
-        if is_complete:
-            small_tokenizer().save_pretrained(tmp_path)
-        load_teacher(str(tmp_path), small_tokenizer())
-
-    return make
-
-
-def save_gpt2(path):
-    GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=8, n_layer=1, n_head=2)).save_pretrained(path)
+def taught_by(*parts):
+    """Distil from a directory with a model, and perhaps a tokenizer."""
+    load = lambda path: load_teacher(str(path), small_tokenizer())  # noqa: E731
+    return lambda tmp_path: ([part.save_pretrained(tmp_path) for part in parts], load(tmp_path))
 
 
 def learn_more_tokens():
@@ -126,13 +90,19 @@ def resume_with_other_batches(tmp_path):
     SavedGeneration().load(SimpleNamespace(args=args), str(tmp_path))
 
 
+GPT2 = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=8, n_layer=1, n_head=2))
+TWO_LABELS = LlamaConfig(num_labels=2, architectures=["LlamaForSequenceClassification"])
+# The fields of internlm/internlm2-1_8b-reward, which MiniMind's trainers use.
+CODE = "InternLM2ForRewardModel"
+INTERNLM = PreTrainedConfig(architectures=[CODE], auto_map={"AutoModel": f"modeling_internlm2.{CODE}"})
+
 MISTAKES = [
     # Distillation.
     Mistake("--temperature 0.0 must be above 0", lambda: DistillationArguments("teacher", temperature=0.0)),
     Mistake("--ce_weight 1.5 must be at least 0 and at most 1", lambda: DistillationArguments("a", ce_weight=1.5)),
     Mistake("Distillation needs a teacher: pass --teacher_name_or_path", lambda: DistillationArguments()),
-    Mistake("holds no tokenizer.json", taught_by(toy_model().save_pretrained, is_complete=False)),
-    Mistake("GPT2LMHeadModel may attend across the documents.*--packing none", taught_by(save_gpt2)),
+    Mistake("holds no tokenizer.json", taught_by(toy_model())),
+    Mistake("GPT2LMHeadModel may attend across the documents.*--packing none", taught_by(GPT2, small_tokenizer())),
     Mistake(
         r"differs from the student.s: id \d+ is '.+' there and '.+' here .*--tokenizer_name_or_path",
         lambda: check_same_vocabulary(small_tokenizer(), train_tokenizer(["quite different letters"] * 5)),
@@ -159,8 +129,7 @@ MISTAKES = [
     Mistake("--loss_type dr_grpo has no effect with --algo", given(algorithm="rloo", loss_type="dr_grpo")),
     Mistake("--scale_rewards batch has no effect", given(algorithm="rloo", scale_rewards="batch")),
     Mistake("--entropy_coef 0.1 has no effect", given(algorithm="rloo", entropy_coef=0.1)),
-    # The presets set this value for GRPO.
-    Mistake("--loss_type cispo has no", typed("--loss-type=cispo", algorithm="rloo", loss_type="cispo")),
+    Mistake("--loss_type cispo has no effect", type_a_flag_of_grpo),
     Mistake("1 micro-batches on each of 1 process", resume_with_other_batches),
     # Rewards.
     Mistake("--rewards fromat is unknown; the nearest one is format. All: .*path:function", loaded("fromat")),
@@ -171,12 +140,9 @@ MISTAKES = [
     # A module without a file.
     Mistake("sys has no function 'nothing'", loaded("sys:nothing")),
     Mistake("--rewards tests.rollouts:long_reward returned 1.0 for 2 completions. Return", score_with_a_number),
-    Mistake(
-        "--rewards .*/judge.* one label, and this one is Llama.* with 2 labels. Pass",
-        judged_by(LlamaConfig(num_labels=2, architectures=["LlamaForSequenceClassification"]).save_pretrained),
-    ),
-    Mistake("--rewards .*/judge.* MiniMindForCausalLM with 2 labels. Pass", judged_by(toy_model().save_pretrained)),
-    Mistake("or --trust_remote_code true if its own code has get_score", judged_by(publish_code)),
+    Mistake("--rewards .* one label, and this one is Llama.* with 2 labels. Pass", judged_by(TWO_LABELS)),
+    Mistake("--rewards .* one is MiniMindForCausalLM with 2 labels. Pass", judged_by(toy_model())),
+    Mistake("or --trust_remote_code true if its own code has get_score", judged_by(INTERNLM)),
     Mistake(
         r"--tools exits:leave ended with SystemExit\(7\). Return a value",
         lambda: guard_user_code(sys.exit, "--tools exits:leave")(7),
@@ -189,5 +155,4 @@ MISTAKES = [
     Mistake(
         "the prompt is longer than the 9 tokens .*drop the line", asked("long " * 9, max_prompt_length=9), BadRecord
     ),
-    Mistake("2 of 3 lines .* are bad", read_bad_tasks),
 ]

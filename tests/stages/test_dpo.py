@@ -14,7 +14,6 @@ from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages.dpo import DPOTrainingArguments, MiniMindDPOTrainer
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.rendering import set_template
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.invariants.launching import ROOT
 from tests.toys import EXPERTS, LikeMPS, check_start_of_workers
 from tests.trainers import ARGUMENTS, frozen, written_out_loss
@@ -28,11 +27,6 @@ TEXTS = [
     tuple("abc"),
 ]
 RECORDS = [dict(zip(NAMES, texts, strict=True)) for texts in TEXTS]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["one two three four five six and no is"] * 4, vocab_size=320)
 
 
 def documents() -> Dataset:
