@@ -104,7 +104,8 @@ def test_the_first_step_is_the_formula(tmp_path, num_experts, weighted, row_size
     (step,) = train(trainer)
     figures = {"loss": loss, "ce_loss": ce_loss, "grad_norm": norm} | ({"aux_loss": aux_loss} if num_experts else {})
     assert {name: step[name] for name in figures} == pytest.approx({k: v.item() for k, v in figures.items()}, rel=1e-5)
-    assert step["num_input_tokens_seen"] == sum(LENGTHS)
+    # The document without a weight is not counted.
+    assert step["num_input_tokens_seen"] == sum(LENGTHS) - weighted * LENGTHS[4]
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(parameter.data, expected[name], rtol=0, atol=5e-6)
 
