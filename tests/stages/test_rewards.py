@@ -27,19 +27,16 @@ from tests.toys import write_jsonl
 from tests.trainers import ARGUMENTS
 
 
+LONG = "The " + "very " * 12 + "blue sky"
+
+
 @pytest.mark.parametrize(
     ("shape", "answer", "reward"),
     [
-        ("sentence", "The sky is blue.", 1.0),
-        ("sentence", "<think>\nwhat now\n</think>\n\nThe sky is blue.", 1.0),
-        ("sentence", "the sky is blue.", 0.2 * 3 / 4),
-        ("sentence", "The sky. It is blue.", 0.2 * 3 / 4),
-        ("sentence", "Sky.", 0.2 * 3 / 4),
-        ("sentence", "The " + "very " * 12 + "blue sky.", 0.2 * 3 / 4),
-        ("sentence", "", 0.0),
-        ("number", "42", 1.0),
-        ("number", "42!", 0.0),
-        (None, "Blue.", None),
+        *(("sentence", right, 1.0) for right in ("The sky is blue.", "<think>\nwell\n</think>\n\nThe sky is blue.")),
+        # Three of four parts.
+        *(("sentence", f"{wrong}.", 0.15) for wrong in ("the sky is blue", "The sky. It is blue", "Sky", LONG)),
+        *[("sentence", "", 0.0), ("number", "42", 1.0), ("number", "42!", 0.0), (None, "Blue.", None)],
     ],
 )
 def test_the_format_reward_counts_parts(shape, answer, reward):

@@ -24,8 +24,7 @@ def arguments(tmp_path, cls=LMTrainingArguments, **given):
     [
         (LMTrainingArguments, {}, ("muon", 2e-3, 0.0)),
         (LMTrainingArguments, {"optim_preset": "adamw"}, ("adamw_torch_fused", 5e-4, 1.0)),
-        (LMTrainingArguments, {"optim": "sgd"}, ("sgd", 5e-4, 1.0)),
-        (LMTrainingArguments, {"optim": "adamw_torch_fused"}, ("adamw_torch_fused", 5e-4, 1.0)),
+        *((LMTrainingArguments, {"optim": optim}, (optim, 5e-4, 1.0)) for optim in ("sgd", "adamw_torch_fused")),
         (LMTrainingArguments, {"learning_rate": 3.0, "max_grad_norm": 2.0}, ("muon", 3.0, 2.0)),
         (SFTTrainingArguments, {}, ("adamw_torch_fused", 1e-4, 1.0)),
         (SFTTrainingArguments, {"optim_preset": "muon"}, ("muon", 1e-4, 0.0)),

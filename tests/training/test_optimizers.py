@@ -39,13 +39,10 @@ def test_the_iteration_is_in_bfloat16_only_where_there_are_units_for_it(monkeypa
     assert (found.double() - expected).norm() < tolerance * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("features", "expected"),
-    [({"avx2": True}, False), ({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
-)
-def test_bfloat16_units_are_read_from_the_cpu(monkeypatch, features, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert has_bfloat16_units("cpu") is expected
+@pytest.mark.parametrize("feature", ["avx2", "avx512_f", "avx512_bf16", "amx_bf16"])
+def test_bfloat16_units_are_read_from_the_cpu(monkeypatch, feature):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True})
+    assert has_bfloat16_units("cpu") is ("bf16" in feature)
 
 
 def test_muon_trains_the_matrices_of_the_layers():

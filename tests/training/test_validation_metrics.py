@@ -76,11 +76,8 @@ def test_the_lowest_is_the_best(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
-        ({"max_steps": 20}, [20]),
-        ({"max_steps": 60}, [50, 60]),
-        ({"max_steps": 4, "eval_steps": 2}, [2, 4]),
-        ({"max_steps": 4, "eval_steps": 0.5}, [2, 4]),
-        ({"max_steps": 3, "eval_strategy": "no"}, [3]),
+        *(({"max_steps": 20}, [20]), ({"max_steps": 60}, [50, 60]), ({"max_steps": 3, "eval_strategy": "no"}, [3])),
+        *(({"max_steps": 4, "eval_steps": interval}, [2, 4]) for interval in (2, 0.5)),
     ],
 )
 def test_evaluations_are_spaced_and_the_last_one_counts(tmp_path, tokenizer, arguments, steps):
