@@ -1,5 +1,6 @@
 """Toy models for all tests: two layers, width 32, a fixed seed."""
 
+import gc
 import os
 import re
 import shutil
@@ -67,6 +68,16 @@ def pytest_configure(config):
         if sys.platform == "linux":
             # A compiler that builds them faster.
             os.environ.setdefault("CXX", str(Path(__file__).parent / "fixtures/compiler/g++"))
+
+
+def pytest_collection_finish():
+    """
+    Leave what is imported by now out of garbage collections.
+
+    Trainer collects at the start of each training, which takes ten times as long as a step of a toy model if all
+    modules are searched.
+    """
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,14 +1,22 @@
-"""Toy trainers, their documents, and the loss of a step written out."""
+"""Toy trainers, their arguments and documents, and the loss of a step written out."""
 
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
+import yaml
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer, MiniMindForCausalLM
+from hf_pretrain.checkpoints.manifest import write_manifest
+from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.collators import DataCollatorForPackedRows
+from hf_pretrain.rows.data_arguments import DataArguments
+from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.base_trainer import RunTrainer
+from hf_pretrain.training.parsing import parse_args
+from hf_pretrain.training.resume_check import check_resume
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import EXPERTS, toy_model
 
@@ -97,6 +105,27 @@ def make_run_trainer(output_dir, **arguments) -> RunTrainer:
         train_dataset=make_documents(),
         eval_dataset=make_documents(),
     )
+
+
+@cache
+def small_tokenizer():
+    return train_tokenizer(["some words to learn from"] * 50, vocab_size=320)
+
+
+def parse(directory, *words: str, config: dict | None = None) -> tuple:
+    """Return the arguments of the model, the data and the training of a command line, and of a YAML file."""
+    argv = ["--output_dir", str(directory / "run"), *words]
+    if config is not None:
+        (directory / "config.yaml").write_text(yaml.safe_dump(config))
+        argv = ["--config", str(directory / "config.yaml"), *argv]
+    return parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
+
+
+def resume(directory, then: dict, now: dict, args) -> None:
+    """Check whether the run `now` may resume from a checkpoint of the run `then`, both as `describe_run` says."""
+    (directory / "checkpoint-3").mkdir(exist_ok=True)
+    write_manifest(directory / "checkpoint-3", then)
+    check_resume(str(directory / "checkpoint-3"), now, args)
 
 
 class AtStep(TrainerCallback):

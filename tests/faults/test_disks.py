@@ -1,5 +1,6 @@
 """Full and read-only disks: the last good checkpoint stays, and the run prints how much space it needed."""
 
+import errno
 import os
 import re
 import subprocess
@@ -80,11 +81,12 @@ def test_a_disk_that_is_full_when_the_model_is_saved(small_disk):
     trainer = make_trainer(disk / "run", make_documents())
     trainer.train()
     fill(disk)
-    with pytest.raises(OSError, match="could not be saved"):
+    with pytest.raises(OSError):
         trainer.save_model()
     assert not list((disk / "run").iterdir())
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError) as raised:
         trainer.save_state()
+    assert raised.value.errno == errno.ENOSPC
 
 
 def test_a_read_only_output(small_disk, workspace):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hf_pretrain.checkpoints.manifest import find_damage
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.writing import LOCK_NAME, release_lock, take_lock
 from tests.faults.driving import (
     Stopwatch,
@@ -155,7 +156,7 @@ def test_ranks_whose_launcher_is_killed_save_and_exit(launcher, workspace, tmp_p
         wait_for(lambda: list(output_dir.glob("checkpoint-*")), process)
         found = ranks(process)
         process.kill()
-        with pytest.raises(ValueError, match="is in use by another process"):
+        with pytest.raises(UserError):
             take_lock(output_dir / LOCK_NAME)
         watch.begin()
         gone, alive = psutil.wait_procs(found, timeout=500)

@@ -83,7 +83,7 @@ def test_a_tool_that_exits_is_named(workspace, monkeypatch):
     (tool,) = load_tools(["exits:leave"])
     assert get_json_schema(tool)["function"]["description"] == "Leaves."
     # TRL would hide an `Exception` from the user.
-    with pytest.raises(UserCodeExit, match="--tools exits:leave ended with SystemExit") as raised:
+    with pytest.raises(UserCodeExit) as raised:
         tool("now")
     assert not isinstance(raised.value, Exception)
     # A chat goes on: the model reads the error.

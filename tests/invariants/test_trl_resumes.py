@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import load_file
 
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.trl_trainers import make_records, make_trl_trainer
 from tests.matrix import COMMON, TASKS, call
 
@@ -35,15 +34,6 @@ def test_a_resume_is_bit_for_bit(tmp_path, recipe):
     assert all(torch.equal(weight, others[name]) for name, weight in whole.model.named_parameters())
 
 
-@pytest.mark.parametrize("recipe", ["dpo", "grpo"])
-def test_a_reference_model_that_moves_is_not_sharded(tmp_path, recipe, monkeypatch):
-    # As with --fsdp_size: the checkpoints would lack the shards of the other ranks.
-    monkeypatch.setattr(LMTrainingArguments, "shards_weights", True)
-    flags = SYNCED | ({"beta": 0.5} if recipe == "grpo" else {})
-    with pytest.raises(UserError, match="--sync_ref_model: checkpoints would lack parts"):
-        build_trainer(recipe, flags, tmp_path)
-
-
 def test_completions_of_other_ranks_are_refused(tmp_path):
     build_trainer("grpo", {"num_iterations": 2}, tmp_path).train()
     # After the last step of a generation, no completions are saved.
@@ -51,7 +41,7 @@ def test_completions_of_other_ranks_are_refused(tmp_path):
     flags = {"num_iterations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     build_trainer("grpo", flags, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     trainer = build_trainer("grpo", flags, tmp_path)
-    with pytest.raises(UserError, match="1 micro-batches on each of 1 process"):
+    with pytest.raises(UserError):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

@@ -38,14 +38,7 @@ def test_a_checkpoint_learns_to_prefer(talker, tmp_path, method):
     ]
     path = write_jsonl(tmp_path / "pairs.jsonl", pairs)
     words = ["--model", str(talker), "--data", path, "--output_dir", str(tmp_path / "out"), "--max_steps", "8"]
-    words += [
-        "--learning_rate",
-        "1e-3",
-        "--report_to",
-        "none",
-        "--save_strategy",
-        "no",
-    ]
+    words += ["--learning_rate", "1e-3", "--report_to", "none", "--save_strategy", "no"]
     result = start([sys.executable, "-m", "examples.kto_orpo", method, *words])
     assert result.returncode == 0, result.stdout[-3000:]
     before, after = margin(talker, pairs), margin(tmp_path / "out", pairs)

@@ -3,7 +3,6 @@
 import math
 import re
 import shlex
-import sys
 from itertools import groupby
 
 import pytest
@@ -219,25 +218,6 @@ def test_rewards_that_teach_nothing_are_said(tokenizer, tmp_path, monkeypatch, a
     assert any("got the same reward" in text for text in said) is not teaches
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"algorithm": "ppo"}, "--algorithm ppo is unknown. All: grpo, rloo"),
-        ({"fsdp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
-        ({"tp_size": 2, "beta": 0.1}, "--beta 0.1 needs a reference model"),
-        ({"use_transformers_continuous_batching": True}, "needs a paged cache"),
-        ({"temperature": 0.0}, "--temperature 0.0 must be above 0"),
-        ({"loss_type": "sappo"}, "--loss_type sappo is unknown; the nearest one is sapo"),
-        ({"algorithm": "rloo", "loss_type": "dr_grpo"}, "--loss_type dr_grpo has no effect with --algorithm rloo"),
-        ({"algorithm": "rloo", "scale_rewards": "batch"}, "--scale_rewards batch has no effect"),
-        ({"algorithm": "rloo", "entropy_coef": 0.1}, "--entropy_coef 0.1 has no effect"),
-    ],
-)
-def test_flags_that_would_mislead_are_refused(tmp_path, flags, words):
-    with pytest.raises(ValueError, match=words):
-        GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
-
-
 def minimind_loss(model, reference, batch: dict[str, torch.Tensor], rewards: torch.Tensor, loss_type: str):
     """Return the loss of MiniMind's `train_grpo.py`, written out: beta 0.1, six generations, on-policy."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
@@ -369,9 +349,3 @@ def test_two_processes_share_the_groups_under_every_launcher(trained, toys, name
     assert "2 process(es) on CPU" in run.output and run.output.count("Mean reward") == 1
     before, weights = load_file(toys / "moe/model.safetensors"), run.weights
     assert any((weights[name] != value).any() for name, value in before.items())
-
-
-def test_a_typed_flag_without_effect_is_refused_whatever_its_value(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--algorithm", "rloo", "--loss-type=cispo"])
-    with pytest.raises(ValueError, match="--loss_type cispo has no effect with --algorithm rloo"):
-        GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True, algorithm="rloo", loss_type="cispo")

@@ -7,22 +7,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_pretrain.data.conversations import read_preference
 from hf_pretrain.rows.preference_pairs import prepare_pairs
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.reward_training import MiniMindRewardTrainer, RewardTrainingArguments, make_reward_model
 from hf_pretrain.tokenizer.rendering import set_template
-from hf_pretrain.tokenizer.training import train_tokenizer
 from tests.toys import toy_model
+from tests.trainers import ARGUMENTS
 
 
-RECORDS = [
-    {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    for prompt, chosen, rejected in [("two", "four", "five five"), ("one", "is one", "no"), ("three", "six", "a b c")]
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["one two three four five six and no is"] * 4, vocab_size=320)
+TEXTS = [("two", "four", "five five"), ("one", "is one", "no"), ("three", "six", "a b c")]
+RECORDS = [dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) for texts in TEXTS]
 
 
 def test_the_loss_is_that_of_the_formula_and_the_texts_are_those_of_grpo(tokenizer, tmp_path):
@@ -33,11 +25,9 @@ def test_the_loss_is_that_of_the_formula_and_the_texts_are_those_of_grpo(tokeniz
         for name in ("chosen", "rejected"):
             messages = [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[name]}]
             assert pair[f"{name}_ids"] == tokenizer.apply_chat_template(messages)["input_ids"]
-    model = make_reward_model(toy_model(vocab_size=320, pad_token_id=tokenizer.pad_token_id))
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, "learning_rate": 0.01}
-    args = RewardTrainingArguments(
-        str(tmp_path), eval_strategy="no", save_strategy="no", warmup_steps=0, per_device_train_batch_size=3, **options
-    )
+    model = make_reward_model(toy_model(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id))
+    options = {"max_steps": 1, "learning_rate": 0.01, "warmup_steps": 0, "per_device_train_batch_size": 3}
+    args = RewardTrainingArguments(str(tmp_path), save_strategy="no", **ARGUMENTS, **options)
     trainer = MiniMindRewardTrainer(model, args=args, train_dataset=pairs, processing_class=tokenizer)
     margins = []
     for pair in pairs:
@@ -55,12 +45,6 @@ def test_the_loss_is_that_of_the_formula_and_the_texts_are_those_of_grpo(tokeniz
     lengths = [max(len(pair["chosen_ids"]), len(pair["rejected_ids"])) for pair in pairs]
     kept, _ = prepare_pairs(documents, tokenizer, max_length=sorted(lengths)[1], are_whole=True)
     assert len(kept) == sum(length <= sorted(lengths)[1] for length in lengths) < 3
-
-
-@pytest.mark.parametrize("name", ["fsdp_size", "tp_size"])
-def test_a_sharded_reward_model_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match=f"--{name}.* shard no reward models"):
-        RewardTrainingArguments(str(tmp_path), use_cpu=True, **{name: 2})
 
 
 def test_a_trained_reward_model_prefers_the_chosen_answers(trained):

@@ -27,19 +27,16 @@ from tests.toys import write_jsonl
 from tests.trainers import ARGUMENTS
 
 
+LONG = "The " + "very " * 12 + "blue sky"
+
+
 @pytest.mark.parametrize(
     ("shape", "answer", "reward"),
     [
-        ("sentence", "The sky is blue.", 1.0),
-        ("sentence", "<think>\nwhat now\n</think>\n\nThe sky is blue.", 1.0),
-        ("sentence", "the sky is blue.", 0.2 * 3 / 4),
-        ("sentence", "The sky. It is blue.", 0.2 * 3 / 4),
-        ("sentence", "Sky.", 0.2 * 3 / 4),
-        ("sentence", "The " + "very " * 12 + "blue sky.", 0.2 * 3 / 4),
-        ("sentence", "", 0.0),
-        ("number", "42", 1.0),
-        ("number", "42!", 0.0),
-        (None, "Blue.", None),
+        *(("sentence", right, 1.0) for right in ("The sky is blue.", "<think>\nwell\n</think>\n\nThe sky is blue.")),
+        # Three of four parts.
+        *(("sentence", f"{wrong}.", 0.15) for wrong in ("the sky is blue", "The sky. It is blue", "Sky", LONG)),
+        *[("sentence", "", 0.0), ("number", "42", 1.0), ("number", "42!", 0.0), (None, "Blue.", None)],
     ],
 )
 def test_the_format_reward_counts_parts(shape, answer, reward):
@@ -80,32 +77,12 @@ def test_rewards_are_loaded_by_name_and_by_path(tmp_path, monkeypatch):
     assert builtin is format_reward and own(["a", "b"]) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("returned", ["None", "1.0", "[1.0]", "[1.0] * 3", "['high', 'low']", "[1.0, [2.0]]"])
-def test_a_wrong_return_names_the_reward(tmp_path, monkeypatch, returned):
-    module = f"rewards_{abs(hash(returned))}"
-    (tmp_path / f"{module}.py").write_text(f"def score(completions, **columns):\n    return {returned}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (reward,) = load_reward_functions([f"{module}:score"])
-    with pytest.raises(UserError, match=rf"--rewards {module}:score returned .* for 2 completions"):
+@pytest.mark.parametrize("returned", [None, 1.0, [1.0], [1.0] * 3, ["high", "low"], [1.0, [2.0]]])
+def test_a_reward_returns_a_number_for_each_completion(monkeypatch, returned):
+    monkeypatch.setattr("tests.rollouts.long_reward", lambda completions, **columns: returned)
+    (reward,) = load_reward_functions(["tests.rollouts:long_reward"])
+    with pytest.raises(UserError):
         reward(prompts=["x", "y"], completions=["a", "b"])
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["fromat"], "--rewards fromat is unknown; the nearest one is format. All: format, .*module.path:function"),
-        ([":f"], "--rewards :f is unknown"),
-        (["..a:f"], "--rewards ..a:f is unknown"),
-        (["no_such_module:reward"], "the module no_such_module cannot be imported"),
-        (["hf_pretrain.stages.rewards:nothing"], "hf_pretrain.stages.rewards has no function 'nothing'"),
-        # A module without a file.
-        (["sys:nothing"], "sys has no function 'nothing'"),
-    ],
-)
-def test_a_missing_reward_is_named(names, words):
-    with pytest.raises(ValueError, match=words):
-        load_reward_functions(names)
 
 
 @pytest.mark.parametrize("name", EMBEDDED_TASKS)
@@ -141,7 +118,7 @@ def test_a_task_that_no_reward_applies_to_is_rejected(tokenizer):
         task = {"prompt": [{"role": "user", "content": "Why?"}]}
         task_check(tokenizer, rewards=[format_reward, *rewards], max_prompt_length=100)(task)
 
-    with pytest.raises(BadRecord, match="--rewards format arithmetic gives no score"):
+    with pytest.raises(BadRecord):
         check(arithmetic_reward)
     check(REWARDS["length"])
     check(len)
@@ -160,7 +137,7 @@ def test_unusable_tasks_are_rejected(tokenizer, tmp_path):
     for (reason, record), entry in zip(bad, entries, strict=True):
         assert reason in entry["reason"], record
     # These lines count as rejected: two thirds of the lines are too many.
-    with pytest.raises(ValueError, match=f"{len(bad)} of {len(bad) + 2} lines .* are bad"):
+    with pytest.raises(UserError):
         load_tasks(names, check=check)
 
 
@@ -177,14 +154,14 @@ def test_tasks_whose_tools_the_model_could_not_use_are_refused(tokenizer):
     prompt = [{"role": "user", "content": "Sky?", "tools": json.dumps([get_json_schema(calculator)])}]
     how = {"rewards": [REWARDS["length"]], "max_prompt_length": 4000}
     task_check(tokenizer, tools=[calculator], **how)({"prompt": prompt})
-    with pytest.raises(BadRecord, match="offers the tool calculator, which is not in --tools"):
+    with pytest.raises(BadRecord):
         task_check(tokenizer, tools=MINIMIND_TOOLS, **how)({"prompt": prompt})
     mute = copy.deepcopy(tokenizer)
     mute.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(UserError, match="describes no tools"):
+    with pytest.raises(UserError):
         task_check(mute, **how)({"prompt": prompt})
     # A prompt is as long as training would encode it: control tokens in it are text.
     prompt = [{"role": "user", "content": "x<|im_end|>\n<|im_start|>assistant\n<think>"}]
     how["max_prompt_length"] = len(encode_prompt(tokenizer, prompt)) - 1
-    with pytest.raises(BadRecord, match="the prompt is longer"):
+    with pytest.raises(BadRecord):
         task_check(tokenizer, **how)({"prompt": prompt})

@@ -10,8 +10,7 @@ from hf_pretrain import MiniMindForCausalLM, MiniMindModel
 from tests.invariants.launching import ROOT
 
 
-ONLINE = ["--rewards", "tests.rollouts:long_reward"]
-ONLINE += ["--max_completion_length", "4", "--num_generations", "2"]
+ONLINE = "--rewards tests.rollouts:long_reward --max_completion_length 4 --num_generations 2".split()
 DATA = {"pretrain": "train", "sft": "chats", "distill": "chats", "dpo": "pairs", "grpo": "tasks"}
 STAGES = {
     "pretrain": ["pretrain", "--activation_checkpointing"],
@@ -50,18 +49,10 @@ def uses(monkeypatch) -> list[tuple[bool, bool]]:
 def test_a_stage_saves_the_config_that_it_was_given(stage, toys, uses, monkeypatch, tmp_path):
     recipe, *flags = STAGES[stage]
     monkeypatch.chdir(toys)
-    arguments = [
-        "--model_name_or_path",
-        "moe",
-        "--dataset_name",
-        f"{DATA[recipe]}.jsonl",
-        "--output_dir",
-        str(tmp_path),
-    ]
-    arguments += ["--max_steps", "1", "--per_device_train_batch_size", "2", "--bf16", "false", "--use_cpu"]
-    arguments += ["--validation_fraction", "0.3", "--report_to", "none", "--save_strategy", "no", *flags]
-    arguments += ["--max_length", "64"] if recipe != "grpo" else []
-    monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *arguments])
+    arguments = f"--model_name_or_path moe --dataset_name {DATA[recipe]}.jsonl --output_dir {tmp_path} --max_steps 1 "
+    arguments += "--per_device_train_batch_size 2 --bf16 false --use_cpu --validation_fraction 0.3 --report_to none "
+    arguments += "--save_strategy no" + (" --max_length 64" if recipe != "grpo" else "")
+    monkeypatch.setattr(sys, "argv", [str(ROOT / f"recipes/{recipe}.py"), *arguments.split(), *flags])
     runpy.run_path(sys.argv[0], run_name="__main__")
 
     # Trainings and evaluations without a cache, samples and rollouts with one.

@@ -9,31 +9,14 @@ from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.rewards import load_reward_functions
 from tests.rollouts import call, toy_trainer
-from tests.toys import toy_model
 
 
 def save_classifier(path: Path, **fields) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForSequenceClassification(LlamaConfig(**{"vocab_size": 16} | sizes | fields)).save_pretrained(path)
-
-
-def test_a_model_that_gives_no_single_score_is_no_reward(tmp_path):
-    save_classifier(tmp_path / "two-labels", num_labels=2)
-    toy_model().save_pretrained(tmp_path / "policy")
-    # The fields of internlm/internlm2-1_8b-reward, which MiniMind's trainers use.
-    name = "InternLM2ForRewardModel"
-    internlm = {"architectures": [name], "auto_map": {"AutoModel": f"modeling_internlm2.{name}"}}
-    (tmp_path / "internlm2-1_8b-reward").mkdir()
-    (tmp_path / "internlm2-1_8b-reward/config.json").write_text(json.dumps(internlm))
-    for name, found in (
-        ("two-labels", "one label.*, and this one is LlamaForSequenceClassification with 2 labels. Pass"),
-        ("policy", "one label.*, and this one is MiniMindForCausalLM with 2 labels. Pass"),
-        ("internlm2-1_8b-reward", "or --trust_remote_code true if its own code has get_score"),
-    ):
-        with pytest.raises(ValueError, match=rf"--rewards .*{name}.* {found}"):
-            load_reward_functions([f"{tmp_path}/{name}"])
 
 
 SCORER = """
@@ -79,7 +62,7 @@ def test_reward_models_score_by_their_own_code_or_as_classifiers(tokenizer, tmp_
     save_classifier(tmp_path / "classifier", num_labels=1, vocab_size=360, pad_token_id=0)
     tokenizer.save_pretrained(tmp_path / "classifier")
     names = [f"{tmp_path}/scorer", f"{tmp_path}/classifier"]
-    with pytest.raises(ValueError, match="or --trust_remote_code true"):
+    with pytest.raises(UserError):
         load_reward_functions(names)
     rewards = load_reward_functions(names, trust_remote_code=True)
     prompt = [{"role": "user", "content": " Sky? ", "tools": None}]

@@ -7,14 +7,12 @@ import sys
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import launcher_command, start
 from tests.toys import toy_model
-from tests.trainers import ARGUMENTS, make_documents, make_run_trainer, make_trainer
+from tests.trainers import ARGUMENTS, AtStep, make_documents, make_run_trainer, make_trainer
 
 
 def test_a_finished_run_trains_no_more_steps(tmp_path):
@@ -37,36 +35,18 @@ def test_an_error_is_recorded_and_raised(tmp_path, monkeypatch):
     trainer = make_run_trainer(tmp_path)
     (tmp_path / "run.json").write_text("[{}]")
     monkeypatch.setattr(trainer, "training_step", lose_connection)
-    with pytest.raises(ConnectionError, match="closed"):
+    with pytest.raises(ConnectionError):
         trainer.train()
     assert "ConnectionError" in (tmp_path / "run.json").read_text()
     assert "ConnectionError" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr_scheduler_kwargs": {"a": 1}}, r"--lr_scheduler_kwargs \{'a': 1\} does not fit: .*'a'"),
-        ({"optim_preset": "adamw", "optim_args": "a"}, "--optim_args a does not fit: "),
-        ({"optim": "rmsprop", "optim_args": "momentum=x"}, "--optim_args momentum=x does not fit: .*'x'"),
-    ],
-)
-def test_options_that_a_library_refuses_are_named(tmp_path, arguments, message):
-    with pytest.raises(UserError, match=message):
-        make_run_trainer(tmp_path, **arguments).train()
-
-
 def test_in_a_notebook_ctrl_c_leaves_handlers_trainer_and_model_usable(tmp_path, restored, monkeypatch):
-    class CtrlC(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
     # Only interactive sessions have this attribute.
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     handler = signal.getsignal(signal.SIGINT)
     trainer = make_trainer(tmp_path, make_documents(), arguments={"save_strategy": "steps", "save_steps": 2})
-    trainer.add_callback(ctrl_c := CtrlC())
+    trainer.add_callback(ctrl_c := AtStep(1, lambda: os.kill(os.getpid(), signal.SIGINT)))
     with pytest.raises(SystemExit) as status:
         trainer.train()
     assert status.value.code == 130 and trainer.state.global_step == 2
@@ -91,17 +71,6 @@ def test_our_arguments_need_no_validation_set(tmp_path):
     assert not any(key.startswith("eval_") for entry in trainer.state.log_history for key in entry)
 
 
-def test_training_does_not_depend_on_how_often_it_is_evaluated(tmp_path):
-    def trained(name: str, **arguments) -> dict[str, torch.Tensor]:
-        model = toy_model(vocab_size=64, dropout=0.1)
-        trainer = make_trainer(tmp_path / name, make_documents(), model=model, arguments=arguments)
-        trainer.train()
-        return dict(trainer.model.named_parameters())
-
-    never, often = trained("never"), trained("often", eval_strategy="steps", eval_steps=1)
-    assert all(torch.equal(weight, often[name]) for name, weight in never.items())
-
-
 # Both ranks have the same weights and rows.
 DROPOUT = """
 import sys
@@ -110,26 +79,20 @@ from tests.toys import toy_model
 from tests.trainers import make_trainer
 
 rows = [{"input_ids": list(range(2, 18)), "labels": list(range(2, 18)), "seq_lengths": [16]}] * 8
-trainer = make_trainer(sys.argv[1], rows, model=toy_model(vocab_size=64, dropout=float(sys.argv[2])), batch=4)
-losses, compute_loss = [], trainer.compute_loss
-
-def keep(*args, **kwargs):
-    losses.append(compute_loss(*args, **kwargs))
-    return losses[-1]
-
-trainer.compute_loss = keep
-trainer.args.max_steps = 1
-trainer.train()
-both = trainer.run.ranks.gather(losses[0].detach())
-if trainer.run.ranks.rank == 0:  # Lines that two ranks print at once mix.
-    print("losses", *[loss.item() for loss in both], flush=True)
+for dropout in (0.0, 0.5):
+    model, losses = toy_model(vocab_size=64, dropout=dropout), []
+    trainer = make_trainer(f"{sys.argv[1]}/{dropout}", rows, model=model, batch=4, arguments={"max_steps": 1})
+    model.register_forward_hook(lambda module, inputs, outputs: losses.append(outputs.loss.detach()))
+    trainer.train()
+    both = trainer.run.ranks.gather(losses[0])
+    if trainer.run.ranks.rank == 0:  # Lines that two ranks print at once mix.
+        print("losses", *[loss.item() for loss in both], flush=True)
 """
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("dropout", "is_equal"), [(0.5, False), (0.0, True)])
-def test_each_rank_draws_its_own_dropout(tmp_path, dropout, is_equal):
+def test_each_rank_draws_its_own_dropout(tmp_path):
     (tmp_path / "train.py").write_text(DROPOUT)
-    result = start([*launcher_command("torchrun"), str(tmp_path / "train.py"), str(tmp_path / "run"), str(dropout)])
-    first, second = re.search(r"^losses (\S+) (\S+)$", result.stdout, re.MULTILINE).groups()
-    assert (first == second) is is_equal
+    result = start([*launcher_command("torchrun"), str(tmp_path / "train.py"), str(tmp_path)])
+    pairs = re.findall(r"^losses (\S+) (\S+)$", result.stdout, re.MULTILINE)
+    assert [first == second for first, second in pairs] == [True, False]

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from hf_pretrain.data.documents import load_documents
 from hf_pretrain.rows.reading import Reading
+from hf_pretrain.runtime.errors import UserError
 from tests.invariants.launching import launcher_command, start
 from tests.toys import write_jsonl
 from tests.trainers import make_trainer
@@ -48,10 +49,9 @@ def test_drop_last_leaves_out_the_same_rows_at_any_micro_batch(tmp_path, kind, n
     if "stream" in kind:
         rows = rows.to_iterable_dataset()
         rows = rows.shuffle(seed=1, buffer_size=9) if kind != "stream" else rows
-    arguments = {"dataloader_drop_last": True, "dataloader_num_workers": num_workers, "max_steps": 20}
     # The order of the rows alone matters.
-    arguments["learning_rate"] = 0.0
-    arguments["train_sampling_strategy"] = "random" if kind == "shuffled" else "sequential"
+    arguments = {"dataloader_drop_last": True, "dataloader_num_workers": num_workers, "max_steps": 20}
+    arguments |= {"learning_rate": 0.0, "train_sampling_strategy": "random" if kind == "shuffled" else "sequential"}
     found = []
     for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
         trainer = make_trainer(tmp_path, rows, batch=batch, accumulation=accumulation, arguments=arguments)
@@ -69,11 +69,18 @@ def test_drop_last_leaves_out_the_same_rows_at_any_micro_batch(tmp_path, kind, n
         assert len(set(passes)) == 4 and all(len(set(each)) == 20 for each in passes)
 
 
-@pytest.mark.parametrize("rows", [ROWS, Stream()], ids=["rows", "stream"])
-def test_rows_that_fill_no_step_are_refused_with_drop_last(tmp_path, rows):
-    trainer = make_trainer(tmp_path, rows, batch=12, accumulation=2, arguments={"dataloader_drop_last": True})
-    with pytest.raises(ValueError, match="or too few for --dataloader_drop_last"):
+EMPTY = datasets.IterableDataset.from_generator(lambda: iter([]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "drops", "num_workers"), [(ROWS, True, 0), (Stream(), True, 0), (EMPTY, False, 0), (EMPTY, False, 2)]
+)
+def test_rows_that_fill_no_step_are_refused(tmp_path, rows, drops, num_workers):
+    arguments = {"dataloader_drop_last": drops, "dataloader_num_workers": num_workers}
+    trainer = make_trainer(tmp_path, rows, batch=12, accumulation=2, arguments=arguments)
+    with pytest.raises(UserError):
         trainer.train()
+    assert trainer.state.global_step == 0
 
 
 # Two files of very different sizes, whose documents fill 100 batches of 16 rows.
@@ -94,6 +101,15 @@ def read_passes(directory, num_passes: int = 2, **arguments) -> list[list[int]]:
     return [[60 * high + low for _, high, low in batch["input_ids"].tolist()] for batch in batches]
 
 
+TWO_RANKS = """
+import json, os, pathlib, sys
+from tests.training.test_batches_beyond_the_data import read_passes
+directory = pathlib.Path(sys.argv[1])
+batches = read_passes(directory, arguments={"dataloader_num_workers": 2})
+(directory / f"rank{os.environ['RANK']}").write_text(json.dumps(batches))
+"""
+
+
 @pytest.mark.distributed
 def test_every_document_of_a_stream_is_read_once_per_pass_by_any_number_of_readers(tmp_path):
     numbers = itertools.count()
@@ -104,24 +120,9 @@ def test_every_document_of_a_stream_is_read_once_per_pass_by_any_number_of_reade
     # Each pass has an order of its own.
     assert expected[:100] != expected[100:]
     assert read_passes(tmp_path, arguments={"dataloader_num_workers": 3}) == expected
-    code = f"""
-import json, os, pathlib
-from tests.training.test_batches_beyond_the_data import read_passes
-directory = pathlib.Path({str(tmp_path)!r})
-batches = read_passes(directory, arguments={{"dataloader_num_workers": 2}})
-(directory / f"rank{{os.environ['RANK']}}").write_text(json.dumps(batches))
-"""
-    script = tmp_path / "two_ranks.py"
-    script.write_text(code)
-    result = start([*launcher_command("torchrun"), str(script)])
+    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
+    result = start([*launcher_command("torchrun"), str(tmp_path / "two_ranks.py"), str(tmp_path)])
     assert result.returncode == 0, result.stdout
     ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
     # The ranks share each batch of one process.
     assert [first + second for first, second in zip(*ranks, strict=True)] == expected
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_empty_stream_is_refused(tmp_path, num_workers):
-    stream = datasets.IterableDataset.from_generator(lambda: iter([]))
-    with pytest.raises(ValueError, match="Nothing was trained"):
-        make_trainer(tmp_path, stream, arguments={"dataloader_num_workers": num_workers}).train()

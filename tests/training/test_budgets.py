@@ -18,7 +18,6 @@ from hf_pretrain.data.sources import name_eval_sets
 from hf_pretrain.rows.collators import DataCollatorForPackedRows
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import budgets
-from hf_pretrain.training.callbacks import LogLinesCallback
 from hf_pretrain.training.run import Run, train_and_evaluate
 from hf_pretrain.training.settling import TrainerData, settle
 from hf_pretrain.training.training_arguments import LMTrainingArguments
@@ -31,7 +30,7 @@ def test_numbers_of_tokens():
     texts = {"2B": 2e9, "500M": 5e8, "1e9": 1e9, "1.5k": 1500, "300": 300}
     assert {text: budgets.parse_tokens(text) for text in texts} == texts
     for text in ("2 B", "B", "-1", "0", "1.2.3", "nan"):
-        with pytest.raises(UserError, match="is no number of tokens"):
+        with pytest.raises(UserError):
             budgets.parse_tokens(text)
 
 
@@ -39,14 +38,7 @@ def test_names_of_validation_sets():
     names = ["my/news.jsonl", "other/code.v2.txt.gz", "me/chats:long[test_sft]@main", "embedded:idiom"]
     assert list(name_eval_sets(names, [])) == ["news", "code_v2", "chats_long_test_sft_main", "embedded_idiom"]
     assert name_eval_sets(["a.jsonl"], []) == {"": "a.jsonl"} and name_eval_sets(None, ["a"]) == {}
-    with pytest.raises(UserError, match="a.jsonl is named twice"):
-        name_eval_sets(["a.jsonl", "b.jsonl"], ["a.jsonl"])
-    for pair in (["embedded:idiom"], ["embedded"]), (["embedded"], ["embedded:idiom"]):
-        with pytest.raises(UserError, match="also by --dataset_name"):
-            name_eval_sets(*pair)
     assert name_eval_sets(["embedded:idiom"], ["embedded:poetry", "a.jsonl"]) == {"": "embedded:idiom"}
-    with pytest.raises(UserError, match="two have the same name"):
-        name_eval_sets(["a/test.jsonl", "b/test.jsonl"], [])
 
 
 def test_a_budget_of_tokens_ends_with_the_step_that_reaches_it(trained):
@@ -119,26 +111,12 @@ def test_a_run_stops_early_and_keeps_its_best_model_also_after_a_resume(tmp_path
         assert trainer.state.global_step == 4 and trainer.state.best_global_step == 1
 
 
-def test_early_stopping_needs_validation_data(tmp_path):
-    trainer = make_overfitting_trainer(tmp_path)
-    trainer.eval_dataset = None
-    with pytest.raises(UserError, match="needs validation data"):
-        train_and_evaluate(trainer, checkpoint=None)
-
-
 def make_timed_trainer(path: Path, monkeypatch, **arguments):
     """Return a trainer of 20 seconds, whose steps take one second each."""
     clock = count()
     monkeypatch.setattr(budgets, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     arguments = {"max_minutes": 1 / 3, "logging_steps": 1, "warmup_steps": 0.0, "save_steps": 0.25} | arguments
     return make_run_trainer(path, learning_rate=1.0e-3, optim_preset="adamw", **arguments)
-
-
-@pytest.mark.parametrize(("steps", "place"), [(budgets.UNKNOWN_STEPS, "step 0:"), (7, "step 0/7:")])
-def test_a_line_shows_no_number_of_steps_before_it_is_known(capsys, steps, place):
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=steps)
-    LogLinesCallback().on_log(None, state, None, logs={"eval_loss": 1.0})
-    assert capsys.readouterr().out.startswith(place)
 
 
 def rates(trainer) -> list[float]:

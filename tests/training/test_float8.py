@@ -1,7 +1,6 @@
 """Training in float8: what computes in it, what stays equal, and what is refused. `make test-float8` has torchao."""
 
 import importlib.util
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,10 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_pretrain.loading.adapters import AdapterArguments
-from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training.float8 import check_float8, convert_to_float8
-from hf_pretrain.training.run import begin_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.toys import EXPERTS, toy_model
 from tests.trainers import make_documents, make_model, make_trainer
@@ -83,34 +80,8 @@ def test_a_run_resumes_exactly_and_saves_plain_weights(tmp_path, optim_preset):
     assert any(loss != other for loss, other in losses)
 
 
-@needs_torchao
-def test_sizes_that_the_kernels_cannot_multiply_are_refused():
-    model = toy_model(vocab_size=160, intermediate_size=60)
-    with pytest.raises(ValueError, match="0.mlp.gate_proj of the decoder layers has 60 x 32"):
-        convert_to_float8(model.model.layers, emulates=True)
-
-
-def test_the_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ImportError, match=r"--fp8 needs torchao: \S*pip install .*\[fp8\]"):
-        convert_to_float8(toy_model().model.layers, emulates=True)
-
-
 def make_arguments(tmp_path, **values) -> LMTrainingArguments:
     return LMTrainingArguments(output_dir=str(tmp_path), report_to="none", **{"use_cpu": True} | values)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"fp8": True, "bf16": True}, "needs a GPU of compute capability 8.9 .* uses cpu.*--fp8_emulate"),
-        ({"fp8_emulate": True}, "--fp8 is missing"),
-        (EMULATED | {"bf16": False}, "Add --bf16"),
-    ],
-)
-def test_unsupported_runs_are_refused(tmp_path, values, message):
-    with pytest.raises(ValueError, match=message):
-        make_arguments(tmp_path, **values)
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)])
@@ -119,27 +90,18 @@ def test_the_units_are_those_of_ada_and_later(tmp_path, monkeypatch, capability,
     args.fp8_emulate = False
     monkeypatch.setattr(LMTrainingArguments, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with nullcontext() if fits else pytest.raises(ValueError, match="compute capability 8.9"):
+    with nullcontext() if fits else pytest.raises(UserError):
         check_float8(args)
 
 
-def test_sharded_weights_and_other_stages_are_refused(tmp_path, monkeypatch):
+def test_sharded_weights_are_refused(tmp_path, monkeypatch):
     args = make_arguments(tmp_path, **EMULATED)
     for fsdp_size, stage, fits in ((2, 0, False), (1, 0, True), (1, 2, True), (1, 3, False)):
         with monkeypatch.context() as patch:
             patch.setattr(args, "fsdp_size", fsdp_size)
             patch.setattr(args, "deepspeed_plugin", SimpleNamespace(zero_stage=stage))
-            with nullcontext() if fits else pytest.raises(ValueError, match="cannot train with sharded weights"):
+            with nullcontext() if fits else pytest.raises(UserError):
                 check_float8(args)
-    monkeypatch.setattr(LMTrainingArguments, "has_masked_loss", False)
-    with pytest.raises(ValueError, match="pretraining, fine-tuning and distillation only"):
-        check_float8(args)
-
-
-def test_adapters_are_refused(tmp_path):
-    args = make_arguments(tmp_path, **EMULATED, optim_preset="adamw")
-    with pytest.raises(ValueError, match="--fp8 trains no adapters"):
-        begin_run("sft", args, ModelArguments(), AdapterArguments(use_peft=True))
 
 
 def test_accelerate_launch_asks_for_float8(tmp_path, monkeypatch):
@@ -147,8 +109,5 @@ def test_accelerate_launch_asks_for_float8(tmp_path, monkeypatch):
     args = make_arguments(tmp_path, fp8_emulate=True)
     # accelerate itself must not convert the model.
     assert args.fp8 and args.bf16 and args.mixed_precision == "bf16"
-    with pytest.raises(ValueError, match="compute capability 8.9"):
+    with pytest.raises(UserError):
         make_arguments(tmp_path)
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
-    with pytest.raises(ValueError, match="--fp8_backend ao"):
-        make_arguments(tmp_path, fp8_emulate=True)

@@ -8,13 +8,11 @@ from contextlib import nullcontext
 import pytest
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from hf_pretrain import MaskedLossTrainer
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import training_arguments
 from hf_pretrain.training.deepspeed_support import complete_deepspeed_config, prepare_deepspeed_config
 from hf_pretrain.training.training_arguments import LMTrainingArguments, SFTTrainingArguments, optimizer_name
 from tests.faults.driving import command, make_workspace, run
-from tests.toys import toy_model
-from tests.trainers import make_documents
 
 
 def arguments(tmp_path, cls=LMTrainingArguments, **given):
@@ -26,8 +24,7 @@ def arguments(tmp_path, cls=LMTrainingArguments, **given):
     [
         (LMTrainingArguments, {}, ("muon", 2e-3, 0.0)),
         (LMTrainingArguments, {"optim_preset": "adamw"}, ("adamw_torch_fused", 5e-4, 1.0)),
-        (LMTrainingArguments, {"optim": "sgd"}, ("sgd", 5e-4, 1.0)),
-        (LMTrainingArguments, {"optim": "adamw_torch_fused"}, ("adamw_torch_fused", 5e-4, 1.0)),
+        *((LMTrainingArguments, {"optim": optim}, (optim, 5e-4, 1.0)) for optim in ("sgd", "adamw_torch_fused")),
         (LMTrainingArguments, {"learning_rate": 3.0, "max_grad_norm": 2.0}, ("muon", 3.0, 2.0)),
         (SFTTrainingArguments, {}, ("adamw_torch_fused", 1e-4, 1.0)),
         (SFTTrainingArguments, {"optim_preset": "muon"}, ("muon", 1e-4, 0.0)),
@@ -39,38 +36,28 @@ def test_pretraining_has_muon_and_the_other_stages_have_adamw(tmp_path, cls, giv
     assert (optimizer_name(args), pytest.approx(rate), args.max_grad_norm) == expected
 
 
-def test_the_trainer_knows_the_width_and_refuses_muon_for_an_adapter(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = toy_model(vocab_size=64)
-    assert MaskedLossTrainer(model, arguments(tmp_path), train_dataset=make_documents()).args.learning_rate == 0.048
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="--optim_preset muon trains no adapters"):
-        MaskedLossTrainer(adapted, arguments(tmp_path), train_dataset=make_documents()).create_optimizer()
-
-
 ZERO2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}, "gradient_clipping": "auto"}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.mark.parametrize(
-    ("config", "max_grad_norm", "message"),
+    ("config", "max_grad_norm", "fits"),
     [
         # The shipped configs clip by --max_grad_norm, which is 0 with Muon unless the user sets it.
-        *(({"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}, None, None) for stage in range(4)),
-        (OFFLOADED, None, None),
-        (ZERO2, 0.0, None),
-        (ZERO2, 2.0, "instead of the gradients, at 2. Leave --max_grad_norm out"),
-        (ZERO2 | {"gradient_clipping": 0.5}, None, "instead of the gradients, at 0.5"),
+        *(({"zero_optimization": {"stage": stage}, "gradient_clipping": "auto"}, None, True) for stage in range(4)),
+        (OFFLOADED, None, True),
+        (ZERO2, 0.0, True),
+        (ZERO2, 2.0, False),
+        (ZERO2 | {"gradient_clipping": 0.5}, None, False),
         # DeepSpeed clips only with `gradient_clipping` in its config.
-        ({"zero_optimization": {"stage": 2}}, 2.0, None),
-        ({"optimizer": {"type": "AdamW"}}, None, "The `optimizer` block of the DeepSpeed config would override Muon"),
-        ({"scheduler": {"type": "WarmupLR"}}, None, "The `scheduler` block .* or pass --optim_preset adamw"),
+        ({"zero_optimization": {"stage": 2}}, 2.0, True),
+        ({"optimizer": {"type": "AdamW"}}, None, False),
+        ({"scheduler": {"type": "WarmupLR"}}, None, False),
     ],
 )
-def test_a_deepspeed_config_that_muon_cannot_follow_is_refused(tmp_path, config, max_grad_norm, message):
-    args = arguments(tmp_path, max_grad_norm=max_grad_norm)
-    with pytest.raises(ValueError, match=message) if message else nullcontext():
-        prepare_deepspeed_config(copy.deepcopy(config), args)
+def test_a_deepspeed_config_that_muon_cannot_follow_is_refused(tmp_path, config, max_grad_norm, fits):
+    with nullcontext() if fits else pytest.raises(UserError):
+        prepare_deepspeed_config(copy.deepcopy(config), arguments(tmp_path, max_grad_norm=max_grad_norm))
     args = arguments(tmp_path, max_grad_norm=max_grad_norm, optim_preset="adamw")
     prepare_deepspeed_config(copy.deepcopy(config), args)
 
@@ -82,38 +69,28 @@ def test_deepspeed_gets_what_the_optimizer_needs(tmp_path):
     config = copy.deepcopy(OFFLOADED)
     prepare_deepspeed_config(config, arguments(tmp_path))
     assert config["zero_optimization"]["reduce_scatter"] is False and config["zero_force_ds_cpu_optimizer"] is False
-    with pytest.raises(ValueError, match="accelerate would replace --optim adafactor by Adam"):
-        prepare_deepspeed_config(copy.deepcopy(OFFLOADED), arguments(tmp_path, optim="adafactor"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("config", [{}, {"zero_optimization": {"stage": 0}}, {"zero_optimization": {"stage": 1}}])
-def test_half_precision_needs_zero(tmp_path, config, precision):
+def test_half_precision_needs_zero(tmp_path, precision):
     """Without ZeRO, AdamW's first step would be its second: a toy's losses then differ by 0.04 within six steps."""
     args = arguments(tmp_path)
     setattr(args, precision, True)
-    message = rf"has stage 0, and the run trains in {precision}: .* Use stage 1 \(ds_configs/zero1.json\)"
-    is_refused = config != {"zero_optimization": {"stage": 1}}
-    with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
-        prepare_deepspeed_config(copy.deepcopy(config), args)
+    for zero, fits in (({}, False), ({"stage": 0}, False), ({"stage": 1}, True)):
+        with nullcontext() if fits else pytest.raises(UserError):
+            prepare_deepspeed_config({"zero_optimization": zero}, args)
 
 
 # As in the documentation of transformers.
+OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+WARMUP = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+SIZES = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
 DOCUMENTED = {
     "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
+    "optimizer": OPTIMIZER,
+    "scheduler": {"type": "WarmupLR", "params": WARMUP},
     "zero_optimization": {"stage": 3},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
+    **dict.fromkeys(SIZES, "auto"),
 }
 
 
@@ -133,7 +110,7 @@ def test_a_deepspeed_config_gets_the_settled_values(tmp_path):
     assert held["train_batch_size"] == 16
     assert held["optimizer"]["params"]["lr"] == held["scheduler"]["params"]["warmup_max_lr"] == 3e-4
     args.deepspeed["train_micro_batch_size_per_gpu"] = 2
-    with pytest.raises(ValueError, match="per_gpu=2, but per_device_train_batch_size=16"):
+    with pytest.raises(UserError):
         complete_deepspeed_config(args)
 
 

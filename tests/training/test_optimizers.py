@@ -39,13 +39,10 @@ def test_the_iteration_is_in_bfloat16_only_where_there_are_units_for_it(monkeypa
     assert (found.double() - expected).norm() < tolerance * expected.norm()
 
 
-@pytest.mark.parametrize(
-    ("features", "expected"),
-    [({"avx2": True}, False), ({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
-)
-def test_bfloat16_units_are_read_from_the_cpu(monkeypatch, features, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    assert has_bfloat16_units("cpu") is expected
+@pytest.mark.parametrize("feature", ["avx2", "avx512_f", "avx512_bf16", "amx_bf16"])
+def test_bfloat16_units_are_read_from_the_cpu(monkeypatch, feature):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True})
+    assert has_bfloat16_units("cpu") is ("bf16" in feature)
 
 
 def test_muon_trains_the_matrices_of_the_layers():
@@ -67,10 +64,7 @@ def test_muon_trains_the_matrices_of_the_layers():
         (True, 0.02, 0.1),
     ]
     assert groups[2]["params"] == [model.model.embed_tokens.weight]
-
-
-def test_the_first_group_has_the_learning_rate_that_trainer_logs():
-    """At larger widths, the embedding has a lower rate than all others."""
+    # Trainer logs the rate of the first group. At larger widths, the embedding has a lower one than all others.
     groups = muon_parameter_groups(toy_model(hidden_size=512), learning_rate=0.02, weight_decay=0.1)
     assert groups[0]["lr"] == 0.02 and {group["lr"] for group in groups} == {0.02, 0.02 * 0.9375}
 

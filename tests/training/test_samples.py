@@ -4,7 +4,6 @@ import json
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
 
 from hf_pretrain.inference.samples import choose_questions, sample_answers
 from hf_pretrain.run_directory.history import read_run
@@ -18,31 +17,20 @@ from tests.trainers import make_documents, make_model, make_trainer
 FLAGS = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.1}
 
 
-class DrawRandomNumber(TrainerCallback):
-    """Record a random number after each step, as dropout would draw one."""
-
-    def __init__(self):
-        self.numbers: list[float] = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.numbers.append(torch.rand(()).item())
-
-
-def test_samples_do_not_change_the_training(tmp_path, capsys):
-    found = []
-    for number, sample in enumerate((None, lambda model: [("once", f"{torch.rand(()).item():.4f}")])):
-        torch.manual_seed(0)
+def test_evaluations_and_samples_do_not_change_the_training(tmp_path, capsys):
+    """Dropout draws random numbers in each step, and the sample draws others."""
+    weights = []
+    draw = lambda model: [("once", f"{torch.rand(()).item():.4f}")]  # noqa: E731
+    for number, (sample, more) in enumerate(((None, {"eval_strategy": "no"}), (None, {}), (draw, {}))):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "run.json").write_text("[{}]")
-        trainer = make_trainer(tmp_path / str(number), make_documents(), model=make_model(), arguments=FLAGS)
-        recorder = DrawRandomNumber()
-        trainer.add_callback(recorder)
-        results = train_and_evaluate(trainer, checkpoint=None, sample=sample)
-        found.append((recorder.numbers, trainer.model.state_dict(), results[1]))
-    (numbers, weights, none), (others, other_weights, samples) = found
-    assert numbers == others and all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    assert none == [] and samples[0][0] == "once"
-    kept = read_run(tmp_path / "1").samples
+        model = toy_model(vocab_size=64, dropout=0.1)
+        trainer = make_trainer(tmp_path / str(number), make_documents(), model=model, arguments=FLAGS | more)
+        samples = train_and_evaluate(trainer, checkpoint=None, sample=sample)[1]
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+        assert samples[:1] == [] if sample is None else samples[0][0] == "once"
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+    kept = read_run(tmp_path / "2").samples
     assert list(kept) == [2, 4, 6] and kept[6] == [list(samples[0])]
     assert "step 6/6: 'once' -> " in capsys.readouterr().out
 

@@ -1,10 +1,14 @@
-"""After `settle`, nothing assigns to an argument."""
+"""After `settle`, nothing assigns to an argument. A resumed run continues the same tracked run."""
+
+import os
 
 import pytest
 import torch
 from datasets import Dataset
 
-from hf_pretrain.training.settling import overriding
+from hf_pretrain.run_directory.directory import RunDirectory
+from hf_pretrain.training import training_arguments
+from hf_pretrain.training.settling import overriding, settle_name
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.invariants.launching import launcher_command, start
 from tests.trainers import frozen, make_documents, make_trainer
@@ -39,6 +43,53 @@ def test_a_notebook_gets_a_run_of_its_own(tmp_path):
     assert args.learning_rate == pytest.approx(8e-3 * 192 / 32) and args.dataloader_num_workers == 0
     assert args.include_num_input_tokens_seen == "no" and not args.remove_unused_columns
     assert trainer.run.checkpoint is None and torch.device(args.device).type == "cpu"
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Return a function that launches a run, and returns its name and the variables of Weights & Biases."""
+    (tmp_path / "run").mkdir()
+
+    def begin(checkpoint: str | None, **arguments) -> tuple[str, str, str]:
+        for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
+            # Setting a variable first lets monkeypatch remove it after the test.
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        args = LMTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none", **arguments)
+        directory = RunDirectory(args.output_dir)
+        settle_name(args, directory.launches if checkpoint else [])
+        directory.record_start(resumed_from=checkpoint)
+        directory.record(arguments=args.to_dict())
+        return args.run_name, os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]
+
+    return begin
+
+
+def test_a_resumed_run_keeps_its_name(launch):
+    first = launch(None)
+    assert first[0].startswith("run-") and first == (first[0], first[0], "allow")
+    assert launch("checkpoint-2") == first and launch("checkpoint-4") == first
+    assert launch(None) != first
+    assert launch(None, run_name="mine")[:2] == ("mine", "mine")
+    assert launch("checkpoint-2")[0] == "mine"
+
+
+def test_the_users_variables_stay(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    settle_name(args, [])
+    assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_RESUME"]) == ("mine", "must")
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_trackio_is_the_default_where_it_is_installed(monkeypatch, tmp_path, is_installed):
+    installed = ["trackio"] if is_installed else []
+    monkeypatch.setattr(training_arguments, "get_available_reporting_integrations", lambda: installed)
+    args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert args.report_to == installed
+    # With --push_to_hub, transformers would publish the figures unless this is False.
+    assert args.trackio_static_space_id is False
 
 
 # Midnight falls between the starts of the ranks.

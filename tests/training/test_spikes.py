@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.training import spikes as spikes_module
-from hf_pretrain.training.spikes import check_spikes, is_spike
+from hf_pretrain.training.spikes import is_spike
 from tests.models import assert_near
 from tests.toys import toy_model
 from tests.trainers import make_trainer
@@ -94,21 +93,21 @@ def test_a_row_of_noise_is_shown(tmp_path, is_late, capfd):
     assert f"spike at step {NOISE_STEP}: loss" in printed and str(NOISE)[:40] in printed
 
 
-def test_easy_rows_have_no_spike(tmp_path):
-    assert run(tmp_path, easy_rows())[1] == []
+def call_spikes(monkeypatch, least_steps: float = 5):
+    """Call each step a spike that comes after `least_steps` others."""
+    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) >= least_steps)
 
 
 def test_the_report_changes_no_update(tmp_path, monkeypatch):
     """With dropout, which draws random numbers."""
     found = []
-    for name, is_watched in (("with", True), ("without", False)):
-        with monkeypatch.context() as patch:
-            if not is_watched:
-                patch.setattr(spikes_module, "is_spike", lambda *_: False)
-            weights = Weights(NUM_STEPS)
-            (tmp_path / name).mkdir()
-            assert bool(run(tmp_path / name, easy_rows(NOISE), weights, dropout=0.1)[1]) == is_watched
-            found.append(weights.found[NUM_STEPS])
+    for name, least_steps in (("with", 5), ("without", float("inf"))):
+        call_spikes(monkeypatch, least_steps)
+        weights = Weights(8)
+        (tmp_path / name).mkdir()
+        spikes = run(tmp_path / name, easy_rows(), weights, dropout=0.1, max_steps=8)[1]
+        assert [bool(spike["rows"]) for spike in spikes] == ([True, False, False] if name == "with" else [])
+        found.append(weights.found[8])
     assert torch.equal(*found)
 
 
@@ -191,7 +190,7 @@ def test_a_trainer_with_a_loss_of_its_own_trains_without_the_watch(tmp_path):
 
 
 def test_ten_steps_in_a_row_are_skipped_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) >= 5)
+    call_spikes(monkeypatch)
     spikes = run(tmp_path, easy_rows(), skip_spikes=True, max_steps=20)[1]
     assert [spike["step"] for spike in spikes] == list(range(6, 21))
     assert [spike["skipped"] for spike in spikes] == [True] * 10 + [False] + [True] * 4
@@ -199,7 +198,7 @@ def test_ten_steps_in_a_row_are_skipped_at_most(tmp_path, monkeypatch):
 
 def test_a_resumed_run_counts_the_steps_that_were_skipped(tmp_path, monkeypatch):
     """Of ten steps in a row, five come before the checkpoint."""
-    monkeypatch.setattr(spikes_module, "is_spike", lambda value, history, least_ratio: len(history) >= 5)
+    call_spikes(monkeypatch)
     options = {"skip_spikes": True, "save_strategy": "steps", "save_steps": 10}
     run(tmp_path, easy_rows(), max_steps=10, **options)
     spikes = run(tmp_path, easy_rows(), resume=str(tmp_path / "checkpoint-10"), max_steps=18, **options)[1]
@@ -207,24 +206,9 @@ def test_a_resumed_run_counts_the_steps_that_were_skipped(tmp_path, monkeypatch)
     assert [spike["skipped"] for spike in spikes] == [True] * 10 + [False] + [True] * 2
 
 
-def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, capfd):
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capfd):
+    call_spikes(monkeypatch)
     (tmp_path / "spikes.jsonl").mkdir()
-    trainer, _ = run(tmp_path, easy_rows(NOISE))
-    assert trainer.state.global_step == NUM_STEPS
+    trainer, _ = run(tmp_path, easy_rows(), max_steps=7)
+    assert trainer.state.global_step == 7
     assert "spikes.jsonl could not be written" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"skip_spikes": True, "has_masked_loss": False}, "works in pretraining"),
-        ({"skip_spikes": True, "deepspeed_plugin": "ZeRO"}, "DeepSpeed updates the weights in the backward pass"),
-        ({"skip_spikes": True, "fp16": True}, "--skip_spikes: in fp16, the loss scaler decides"),
-    ],
-)
-def test_what_cannot_skip_says_so(tmp_path, changes, words, monkeypatch):
-    args = make_trainer(tmp_path, easy_rows()).args
-    for name, value in changes.items():
-        monkeypatch.setattr(args, name, value, raising=False)
-    with pytest.raises(UserError, match=words):
-        check_spikes(args)

@@ -13,23 +13,12 @@ from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime.devices import has_bfloat16_units
 from hf_pretrain.runtime.errors import UserError
-from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training import parsing
 from hf_pretrain.training import training_arguments as training_args
 from hf_pretrain.training.launch import check_accumulation, name_compile_locks
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
-
-
-NEVER = ("--eval_strategy", "no", "--save_strategy", "no")
-
-
-def parse(tmp_path, *words: str, config: dict | None = None):
-    argv = ["--output_dir", str(tmp_path / "run"), *words]
-    if config is not None:
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-        argv = ["--config", str(tmp_path / "config.yaml"), *argv]
-    return parse_args(ModelArguments, DataArguments, LMTrainingArguments, argv=argv)
+from tests.trainers import parse, small_tokenizer
 
 
 def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
@@ -38,7 +27,7 @@ def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
     for words, expected in (([], 0.6), (own, 0.4), ([*own, "--train_fraction", "0.5"], 0.5)):
         assert parse(tmp_path, *words, config=config)[1].train_fraction == expected
     for wrong in ({"example": "a.jsonl"}, {"mixed_in": "a.jsonl"}, {"mixed_in": ["a.jsonl", "half"]}):
-        with pytest.raises(UserError, match="`example` must hold `key: value` lines, and `mixed_in` be "):
+        with pytest.raises(UserError):
             parse(tmp_path, config=wrong)
     mixed = parse(tmp_path, *own, config={"mixed_in": ["a.jsonl", 0.25]})[1]
     assert (mixed.dataset_name, mixed.dataset_weights) == (["mine.jsonl", "a.jsonl"], [0.75, 0.25])
@@ -122,31 +111,6 @@ def test_the_command_line_says_when_a_run_ends(tmp_path, words, ends):
     assert data.train_fraction == (1.0 if ends[0] == 2 or "--run_name" in words else 0.5)
 
 
-@pytest.mark.parametrize(
-    ("words", "config", "message"),
-    [
-        (["--fp16"], None, "--fp16 on a CPU would silently train in float32"),
-        (["--fsdp"], None, "--fsdp_size N"),
-        (["--fsdp_size", "2"], None, "needs 2 processes, and 1 run.*--nproc_per_node 2"),
-        ([], {"max_steps": {"bf16": 900}}, "`max_steps` depends on the precision and must have the keys"),
-        (["--optim_preset", "muon", "--optim", "sgd"], None, "--optim sgd and --optim_preset muon exclude each other"),
-        (["--hub_token", "hf_x"], None, "--hub_token would be visible .* set HF_TOKEN instead"),
-        (["--profile_interval", "0"], None, "--profile_interval 0 must be at least 2"),
-        (["--optim_args", "a=1"], None, "--optim_args a=1 has no effect with --optim_preset muon"),
-        (["--lr_scheduler_kwargs", "[1]"], None, r"--lr_scheduler_kwargs \[1\] must be a JSON object, such as"),
-        (["--gradient_checkpointing_kwargs", "a"], None, "--gradient_checkpointing_kwargs a must be a JSON object"),
-        (["--max_tokens", "2B", "--tokens_per_parameter", "20"], None, "exclude each other"),
-        (["--max_minutes", "5", "--warmup_steps", "10"], None, "must be a share below 1 with --max_minutes"),
-        (["--max_minutes", "0"], None, "--max_minutes 0.0 must be above 0"),
-        (["--load_best_model_at_end", *NEVER], None, "has no evaluations to choose by"),
-        (["--ep_size", "2"], None, "--ep_size 2 must divide --fsdp_size x --tp_size"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, words, config, message):
-    with pytest.raises(ValueError, match=message):
-        parse(tmp_path, "--use_cpu", *words, config=config)
-
-
 def test_compile_options_apply_only_to_the_layers(tmp_path):
     args = parse(tmp_path, "--use_cpu", "--torch_compile_backend", "eager")[2]
     assert args.compiles_layers and args.compile_options == {"backend": "eager"} and not args.torch_compile
@@ -184,24 +148,6 @@ def test_a_yaml_extends_another_one(tmp_path):
     assert (training.learning_rate, training.max_steps, training.warmup_steps) == (2.0, 7, 4)
 
 
-@pytest.mark.parametrize(
-    ("setting", "words", "message"),
-    [
-        ({"MIXED_PRECISION": "fp8"}, ["--bf16"], "--mixed_precision fp8 is not the precision"),
-        ({"USE_FSDP": "true"}, [], "--fsdp_size N"),
-        ({"DYNAMO_BACKEND": "INDUCTOR"}, [], "DYNAMO_BACKEND, which is not supported"),
-        ({"MIXED_PRECISION": "bf16"}, ["--bf16", "false"], "--mixed_precision bf16 is not the precision"),
-        # The launcher's precision is taken, and then checked like the recipe's own.
-        ({"MIXED_PRECISION": "fp16"}, [], "--fp16 on a CPU"),
-    ],
-)
-def test_settings_of_accelerate_launch_are_done_or_refused(tmp_path, monkeypatch, setting, words, message):
-    for name, value in setting.items():
-        monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    with pytest.raises(ValueError, match=message):
-        parse(tmp_path, "--use_cpu", *words)
-
-
 @pytest.mark.parametrize("asked", ["bf16", "no"])
 @pytest.mark.parametrize("has_units", [True, False])
 def test_accelerate_launch_chooses_the_precision_and_the_cpu(tmp_path, monkeypatch, asked, has_units):
@@ -219,13 +165,6 @@ def test_accelerate_launch_chooses_the_precision_and_the_cpu(tmp_path, monkeypat
     assert training.use_cpu and training.device.type == "cpu" and not training.compiles_layers
 
 
-def test_data_parallel_is_refused(tmp_path, monkeypatch):
-    # Simulate two GPUs in one process, which this machine does not have.
-    monkeypatch.setattr(LMTrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(ValueError, match="torchrun --standalone --nproc_per_node 2"):
-        parse(tmp_path, "--use_cpu")
-
-
 @pytest.mark.parametrize(
     ("tp_size", "qk_norm", "accumulation"), [(2, True, 2), (None, True, 2), (2, False, 2), (2, True, 1)]
 )
@@ -233,52 +172,30 @@ def test_tensor_parallelism_does_not_accumulate_the_gradients_of_head_norms(tmp_
     args = parse(tmp_path, "--use_cpu", "--gradient_accumulation_steps", str(accumulation))[2]
     model = SimpleNamespace(tp_size=tp_size, config=SimpleNamespace(qk_norm=qk_norm))
     refused = (tp_size, qk_norm, accumulation) == (2, True, 2)
-    with pytest.raises(ValueError, match="--tp_size 2 would train") if refused else nullcontext():
+    with pytest.raises(UserError) if refused else nullcontext():
         check_accumulation(args, model)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["some words to learn from"] * 50, vocab_size=320)
-
-
-def test_load_model_takes_preset_overrides_and_special_tokens(tokenizer):
+def test_load_model_takes_preset_overrides_and_special_tokens():
     arguments = ModelArguments(model_preset="tiny", config_overrides="num_hidden_layers=1,dim=96,vocab_size=320")
-    model = load_model(arguments, tokenizer)
+    model = load_model(arguments, small_tokenizer())
     expected = {"num_hidden_layers": 1, "hidden_size": 96, "vocab_size": 320, "_attn_implementation": "packed"}
     expected |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     assert {name: getattr(model.config, name) for name in expected} == expected and model.dtype == torch.float32
 
 
-def test_the_model_gets_the_vocab_size_of_a_tokenizer_trained_here(tokenizer):
-    assert load_config(ModelArguments(model_preset="tiny", vocab_size=8000), tokenizer, None).vocab_size == 8000
-    kept = ModelArguments(model_preset="tiny", vocab_size=8000, tokenizer_name_or_path="somewhere")
-    assert load_config(kept, tokenizer, None).vocab_size == 6400
+def test_the_model_gets_the_vocab_size_of_a_tokenizer_trained_here():
+    for others, expected in (({}, 8000), ({"tokenizer_name_or_path": "somewhere"}, 6400)):
+        arguments = ModelArguments(model_preset="tiny", vocab_size=8000, **others)
+        assert load_config(arguments, small_tokenizer(), None).vocab_size == expected
 
 
-def test_overrides_may_be_nested(tokenizer):
+def test_overrides_may_be_nested():
     overrides = "num_hidden_layers=2, rope_parameters={rope_type: yarn, factor: 2.0, rope_theta: 1e4}"
-    config = load_config(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer, None)
+    config = load_config(ModelArguments(model_preset="tiny", config_overrides=overrides), small_tokenizer(), None)
     assert config.num_hidden_layers == 2
     expected = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
     assert config.rope_parameters.items() >= expected.items()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("width=3", "'width' is not a field"),
-        ("num_hidden_layers", "not of the form"),
-        ("vocab_size=100", "vocab"),
-        ("hidden_size=wide", "hidden_size='wide'; it must be a whole number of at least 1"),
-        ("rope_parameters={rope_theta: big}", "rope_theta='big'; it must be a number above 0"),
-        ("dropout=2", "has to be between 0 and 1, but got 2"),
-        ("qk_norm=maybe", "qk_norm"),
-    ],
-)
-def test_load_model_refuses(tokenizer, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        load_model(ModelArguments(model_preset="tiny", config_overrides=overrides), tokenizer)
 
 
 def test_the_lock_of_a_killed_compile_is_named(tmp_path, monkeypatch, caplog):
