@@ -266,7 +266,7 @@ def test_directories_without_a_run_are_left_out(tmp_path):
     first, second = tmp_path / "a/out", tmp_path / "b/out"
     assert names(first, second, first, other, tmp_path) == ([str(first), str(second)], 2)
     for directory in (tmp_path, other):
-        with pytest.raises(UserError, match="holds no run that has logged something"):
+        with pytest.raises(UserError):
             names(directory)
 
 

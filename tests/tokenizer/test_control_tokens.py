@@ -122,7 +122,9 @@ def test_documents_are_those_of_transformers(name, text):
 
 
 def test_added_words_are_decoded_as_they_are_or_refused(name, tmp_path):
-    words, accepted = ["watershed", "天气预报", "Straße", "čaj", "ﬁx", "▁x", " x", "é", "two words"], []
+    words, accepted = ["watershed", "天气预报", "two words", "Straße", "čaj", "é", "ﬁx", "▁x", " x"], set()
+    # Copies of large tokenizers take long.
+    words = words if name in KINDS else words[:4]
     for word in words:
         (tmp_path / "words").write_text(word, encoding="utf-8")
         grown = copy.deepcopy(load(name))
@@ -131,17 +133,17 @@ def test_added_words_are_decoded_as_they_are_or_refused(name, tmp_path):
         except UserError as error:
             assert f"the tokenizer decodes the word {word!r} as" in str(error)
             continue
-        accepted.append(word)
+        accepted.add(word)
         for text in (word, f"a {word} b", f"a river. {word}, {word}"):
             ids = encode_documents([text], grown)[0][1:-1]
             assert ids.count(grown.convert_tokens_to_ids(word)) == text.count(word)
             assert grown.decode(ids).strip() == text.strip()
     # Some tokenizers add or lose spaces beside every added token, and take no words.
-    takes_none = re.match("add_prefix_space|Metaspace always|T5|Unigram|LlamaTokenizer, legacy|mistral", name)
+    takes_none = re.match("add_prefix_space|Metaspace always|T5|Unigram|LlamaTokenizer, legacy", name)
     expected = set() if takes_none else {"watershed", "天气预报", "two words"}
     if not takes_none and "ByteLevel" not in repr(load(name).backend_tokenizer.decoder):
-        expected |= {"Straße", "čaj", "é"}
-    assert expected == set(accepted) - {"ﬁx", "▁x", " x"}
+        expected |= {"Straße", "čaj", "é"} & {*words}
+    assert expected == accepted - {"ﬁx", "▁x", " x"}
 
 
 @pytest.mark.parametrize("tools", [None, [TOOL]])
