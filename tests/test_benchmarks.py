@@ -239,7 +239,7 @@ def test_the_gpu_check_finds_a_wrong_kernel_and_goes_on_after_errors(tmp_path, m
 def test_the_gpu_check_compares_every_loss():
     for found, passes in (([2.0, 1.0001], True), ([2.0, 1.1], False), ([2.0, math.nan], False)):
         assert gpu_check.compare(found, [2.0, 1.0], 1e-3)[0] is passes
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError):
         gpu_check.compare([2.0], [2.0, 1.0], 1e-3)
 
 

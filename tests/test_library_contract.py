@@ -100,18 +100,31 @@ def used_names() -> dict[str, str]:
     return found
 
 
+@cache
+def modules() -> list[ModuleType]:
+    found = pkgutil.walk_packages(hf_pretrain.__path__, "hf_pretrain.")
+    return [importlib.import_module(info.name) for info in found]
+
+
 def overridden_names() -> dict[str, str]:
     """Return the private methods and attributes of libraries' classes that classes of the package replace."""
+    # Python would parse the file of a class again for the source of each.
+    sources = {
+        (path.stem, node.name): ast.get_source_segment(text, node)
+        for path, tree in trees().items()
+        for text in [path.read_text(encoding="utf-8")]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    classes = {cls for module in modules() for cls in vars(module).values() if isinstance(cls, type)}
     found = {}
-    for info in pkgutil.walk_packages(hf_pretrain.__path__, "hf_pretrain."):
-        for cls in vars(importlib.import_module(info.name)).values():
-            if not isinstance(cls, type) or not cls.__module__.startswith("hf_pretrain"):
-                continue
-            ours = [base for base in cls.__mro__ if base.__module__.startswith("hf_pretrain")]
-            theirs = {name for base in cls.__mro__ if base not in ours for name in vars(base)}
-            for base in ours:
-                written = {*vars(base), *re.findall(r"\bself\.(_[a-z]\w*)", inspect.getsource(base))}
-                found |= {name: f"{base.__module__}.{base.__name__}" for name in filter(is_private, written & theirs)}
+    for cls in (cls for cls in classes if cls.__module__.startswith("hf_pretrain")):
+        ours = [base for base in cls.__mro__ if base.__module__.startswith("hf_pretrain")]
+        theirs = {name for base in cls.__mro__ if base not in ours for name in vars(base)}
+        for base in ours:
+            source = sources.get((base.__module__.rpartition(".")[2], base.__name__), "")
+            written = {*vars(base), *re.findall(r"\bself\.(_[a-z]\w*)", source)}
+            found |= {name: f"{base.__module__}.{base.__name__}" for name in filter(is_private, written & theirs)}
     return found
 
 
@@ -121,8 +134,7 @@ def replaced_names() -> dict[str, str]:
     class that it imports, in the place of a method of such a class, and where it assigns a lambda.
     """
     found = {}
-    for info in pkgutil.walk_packages(hf_pretrain.__path__, "hf_pretrain."):
-        module = importlib.import_module(info.name)
+    for module in modules():
         parts = {name: value for name, value in vars(module).items() if isinstance(value, type | ModuleType)}
         origins = {name: getattr(value, "__module__", value.__name__).split(".")[0] for name, value in parts.items()}
         imported = [name for name in parts if origins[name] not in {"hf_pretrain", *sys.stdlib_module_names}]

@@ -87,7 +87,7 @@ def test_the_example_ends_loops_and_gives_a_penalty(talker, tmp_path, monkeypatc
     words = ["no_loops", "--dataset_name", path, "--output_dir", str(tmp_path / "out/new"), "--eval_strategy", "no"]
     words += ["--max_steps", "60", "--learning_rate", "1e-3", "--per_device_train_batch_size", "2", "--model"]
     monkeypatch.setattr(sys, "argv", [*words, str(talker)])
-    with pytest.raises(UserError, match="There is nothing to mend"):
+    with pytest.raises(UserError):
         no_loops.main()
     monkeypatch.setattr(sys, "argv", [*words, str(tmp_path / "loops")])
     no_loops.main()

@@ -99,28 +99,6 @@ def test_scaling_matches_llama(rope_parameters, build_model, tmp_path):
         torch.testing.assert_close(table.imag, sin[0, :, : HEAD_DIM // 2], rtol=0, atol=3e-7)
 
 
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_scaling_by_input_length_is_refused(rope_type, build_model):
-    parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
-    if rope_type == "longrope":
-        parameters |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    with pytest.raises(ValueError, match=rope_type):
-        build_model(rope_parameters=parameters)
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"input_ids": torch.full((1, LENGTH + 1), 5)},
-        {"input_ids": torch.full((1, 2), 5), "position_ids": torch.tensor([[0, LENGTH]])},
-    ],
-    ids=["length", "position_ids"],
-)
-def test_position_past_the_table_is_refused(inputs, build_model):
-    with pytest.raises(ValueError, match=f"Position {LENGTH} lies past .* {LENGTH} positions"):
-        build_model()(**inputs)
-
-
 def test_yarn_extends_the_table(build_model, tmp_path):
     """The usual recipe names the scaling and leaves `max_position_embeddings` alone."""
     build_model().save_pretrained(tmp_path / "short")
@@ -133,7 +111,7 @@ def test_yarn_extends_the_table(build_model, tmp_path):
         model.save_pretrained(tmp_path / "long")
         for loaded in (model, MiniMindForCausalLM.from_pretrained(tmp_path / "long")):
             assert loaded.config.max_position_embeddings == 4 * LENGTH
-            with pytest.raises(ValueError, match=f"Position {4 * LENGTH} lies past .* {4 * LENGTH} positions"):
+            with pytest.raises(ValueError):
                 loaded(torch.full((1, 4 * LENGTH + 1), 5))
             other = stock_model(loaded, LlamaForCausalLM)
             torch.testing.assert_close(loaded(ids).logits, other(ids).logits, rtol=0, atol=2e-4)

@@ -117,6 +117,7 @@ def test_the_page_of_a_run(page, tmp_path):
 def test_the_page_follows_the_language_of_the_browser(page, tmp_path, options, is_chinese):
     """Without scripts, it is in English."""
     run, path = write_run(tmp_path / "mine"), tmp_path / "report.html"
+    run.launches[-1]["unigram_loss"] = 5.5
     run.log.insert(0, {"step": 0, "eval_loss": 8.75, "num_input_tokens_seen": 0})
     write_page([run], path)
     page = page.context.browser.new_context(locale="zh-CN", **options).new_page()
@@ -125,10 +126,13 @@ def test_the_page_follows_the_language_of_the_browser(page, tmp_path, options, i
     texts = {
         "结果": "Results",
         f"{7 / 40**0.5:.4f} nats/token （训练前 8.7500）": f"{7 / 40**0.5:.4f} nats per token (8.7500 before)",
+        "（一元模型：5.5000）": "(8.7500 before) (a unigram model: 5.5000)",
         "1.3 分钟": "1.3 min",
     }
     for chinese, english in texts.items():
         assert (chinese in shown, english in shown) == (is_chinese, not is_chinese)
+    charts = [page.locator("figure svg").nth(number).inner_html() for number in (0, 1)]
+    assert all("unigram model" in chart or "一元模型" in chart for chart in charts)
     for label, is_shown in (("token（百万）", is_chinese), ("tokens (millions)", not is_chinese)):
         assert page.locator("figure").first.get_by_text(label).is_visible() == is_shown
     page.context.close()
@@ -226,17 +230,6 @@ def test_points_between_and_after_the_logs_have_their_own_minutes(tmp_path):
     assert [text.partition("<")[0] for text in captions] == ["Loss over tokens"]
 
 
-def test_the_page_shows_the_unigram_model_and_the_loss_before(page, tmp_path):
-    run = write_run(tmp_path / "mine")
-    run.launches[-1]["unigram_loss"] = 5.5
-    run.log.insert(0, {"step": 0, "eval_loss": 8.75, "num_input_tokens_seen": 0})
-    write_page([run], tmp_path / "report.html")
-    assert open_page(page, tmp_path / "report.html") == []
-    text = page.inner_text("body")
-    assert f"{7 / 40**0.5:.4f} nats per token (8.7500 before) (a unigram model: 5.5000)" in text
-    assert all("unigram model" in page.locator("figure svg").nth(number).inner_html() for number in (0, 1))
-
-
 def test_a_resumed_launch_replaces_the_samples_of_its_steps():
     launches = [{"samples": [[2, [["a", "b"]]], [4, [["a", "c"]]]]}, {}, {"samples": [[4, [["a", "d"]]]]}]
     assert RunHistory("", launches).samples == {2: [["a", "b"]], 4: [["a", "d"]]}
@@ -266,7 +259,7 @@ def test_directories_without_a_run_are_left_out(tmp_path):
     first, second = tmp_path / "a/out", tmp_path / "b/out"
     assert names(first, second, first, other, tmp_path) == ([str(first), str(second)], 2)
     for directory in (tmp_path, other):
-        with pytest.raises(UserError, match="holds no run that has logged something"):
+        with pytest.raises(UserError):
             names(directory)
 
 

@@ -4,6 +4,7 @@ does, and prints its result to standard output.
 """
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import uuid
 from contextlib import suppress
@@ -32,7 +32,6 @@ from hf_pretrain.model.mlp import MiniMindMLP
 from hf_pretrain.runtime import command_line
 from hf_pretrain.runtime.command_line import announce, one_line_errors, progress
 from hf_pretrain.runtime.errors import UserError, install_command
-from hf_pretrain.tokenizer.control_tokens import template_errors
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.resuming import checkpoint_to_resume
 from hf_pretrain.weights.layouts import LAYOUTS
@@ -140,7 +139,7 @@ def test_a_mistake_is_one_line(run, toys, tmp_path, recipe, words, message):
 def test_debug_shows_the_traceback(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "recipes/evaluate.py"), "--log_level", "debug", "--use_cpu"])
-    with pytest.raises(UserError, match="No model in out/"):
+    with pytest.raises(UserError):
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -213,11 +212,12 @@ def test_a_mistake_in_a_worker_process_is_one_line_and_a_bug_is_not(capsys):
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("cp1252", r"\u7834 é"), ("gbk", "破 é")])
-def test_any_console_shows_a_sample(encoding, shown):
-    code = "from hf_pretrain.runtime.command_line import one_line_errors\nwith one_line_errors(): print('破 é')"
-    environment = os.environ | {"PYTHONIOENCODING": encoding}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True).stdout
-    assert output.decode(encoding).strip() == shown
+def test_any_console_shows_a_sample(encoding, shown, monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", console)
+    with one_line_errors():
+        print("破 é", end="", flush=True)
+    assert console.buffer.getvalue().decode(encoding) == shown
 
 
 @pytest.mark.slow
@@ -234,8 +234,6 @@ def test_an_error_without_a_text_has_its_name(capsys):
     with pytest.raises(SystemExit), one_line_errors():
         raise TimeoutError
     assert capsys.readouterr().err.startswith("error: TimeoutError. Check the names")
-    with pytest.raises(UserError, match=r"'hi': RecursionError\."), template_errors([{"content": "hi"}]):
-        raise RecursionError
 
 
 @pytest.mark.parametrize(("answer", "message"), [("", "disconnected"), ("302 Found", "redirects")])

@@ -29,6 +29,8 @@ def test_apple_gpus_have_bfloat16_from_macos_14_on(monkeypatch, macos, expected)
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
     """Put a program `nvidia-smi` on the path that prints a text; return a function that sets text and status."""
+    if sys.platform == "win32":
+        pytest.skip("the program is a shell script")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -41,7 +43,6 @@ def nvidia_smi(monkeypatch, tmp_path):
     return write
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
 @pytest.mark.parametrize("cuda", [None, "13.0"])
 def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_path, cuda):
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -50,12 +51,11 @@ def test_a_gpu_that_torch_cannot_use_is_refused(nvidia_smi, monkeypatch, tmp_pat
     advice = "Update the driver, or install" if cuda else "Run `pip install --force-reinstall torch=="
     assert advice in found and "NVIDIA A100-SXM4-80GB with driver 470.57.02" in found
     assert f"built {f'for CUDA {cuda}' if cuda else 'without CUDA'}" in found
-    with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
+    with pytest.raises(UserError):
         LMTrainingArguments(output_dir=str(tmp_path))
     assert LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True).device.type == "cpu"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
 @pytest.mark.parametrize(("cuda", "built"), [(None, "without CUDA"), ("13.0", "for CUDA 13.0")])
 def test_an_old_gpu_is_told_the_wheel_that_has_its_kernels(nvidia_smi, monkeypatch, cuda, built):
     """Without a driver that fits, torch finds no GPU, and a newer driver would not help."""
@@ -78,7 +78,6 @@ def test_an_old_gpu_is_told_the_wheel_that_has_its_kernels(nvidia_smi, monkeypat
     assert "Update the driver" in find_unused_gpu()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
 def test_a_driver_that_does_not_know_the_capability_is_asked_again(nvidia_smi, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     script = tmp_path / "nvidia-smi"
@@ -89,17 +88,15 @@ def test_a_driver_that_does_not_know_the_capability_is_asked_again(nvidia_smi, m
     assert "NVIDIA A100-SXM4-80GB with driver 450.80.02" in find_unused_gpu()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
 @pytest.mark.parametrize("recipe", ["chat", "serve"])
 def test_chatting_asks_before_it_takes_the_cpu(nvidia_smi, monkeypatch, recipe):
     monkeypatch.setattr(torch.version, "cuda", None)
     nvidia_smi("NVIDIA A100-SXM4-80GB, 470.57.02")
     main, arguments = operator.itemgetter("main", "ARGUMENTS")(runpy.run_path(str(ROOT / f"recipes/{recipe}.py")))
-    with pytest.raises(UserError, match="pip install .* pass --use_cpu"):
+    with pytest.raises(UserError):
         main(*(cls() for cls in arguments))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
 def test_a_hidden_gpu_and_a_machine_without_one_train_on_the_cpu(nvidia_smi, monkeypatch, tmp_path):
     nvidia_smi("No devices were found", status=6)
     assert find_unused_gpu() is None
@@ -147,7 +144,7 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch, tmp_path, built, capabili
         # The wheels for CUDA 13 lack what is older than Turing, and those for CUDA 12.6 what is newer than Hopper.
         index = f"https://download.pytorch.org/whl/cu{126 if capability < (7, 5) else 130}"
         assert f"pip install --force-reinstall torch==2.13.0 --index-url {index}`" in found
-        with pytest.raises(ValueError, match="To use the CPU, pass --use_cpu"):
+        with pytest.raises(UserError):
             LMTrainingArguments(output_dir=str(tmp_path))
 
 

@@ -15,8 +15,3 @@ NAMES = {name for path in FILES for name in re.findall(r'"(hf_pretrain(?:\.\w+)+
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_name_in_the_code_exists(name):
     assert load_named(name) is not None
-
-
-def test_a_misspelt_name_is_an_error():
-    with pytest.raises(AttributeError, match="load_nothing"):
-        load_named("hf_pretrain.runtime.named:load_nothing")

@@ -1,12 +1,10 @@
 """What the chat template writes and marks, and how the response template parses it."""
 
-import copy
 import json
 
 import pytest
 from transformers import AutoTokenizer
 
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_prompt
 from hf_pretrain.tokenizer.pretrained import load_tokenizer, save_tokenizer
 from hf_pretrain.tokenizer.rendering import set_template
@@ -44,16 +42,12 @@ def test_chat_template_marks_what_the_assistant_writes(tokenizer, messages, opti
     assert encoded["assistant_masks"] == mask
 
 
-def test_chat_template_with_tools_and_mistakes(tokenizer):
+def test_tools_stand_in_the_system_message(tokenizer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     rendered = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
     assert rendered.startswith("<|im_start|>system\nbe brief\n\n") and rendered.count("be brief") == 1
     assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in rendered
     assert rendered.endswith("<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n")
-    with pytest.raises(Exception, match='role "bot"; known are system, user, assistant, tool'):
-        tokenizer.apply_chat_template([{"role": "bot", "content": "hi"}], tokenize=False)
-    with pytest.raises(Exception, match="content of message 1 is not text"):
-        tokenizer.apply_chat_template([{"role": "user", "content": 3}], tokenize=False)
 
 
 @pytest.mark.parametrize("name", ["ours", "v1", "v3"])
@@ -70,14 +64,6 @@ def test_prompts_are_encoded_as_transformers_does(tokenizer, name, messages, opt
                 messages, tools=tools, add_generation_prompt=True, return_dict=False, **options
             )
             assert encode_prompt(tokenizer, messages, tools, **options) == expected
-
-
-@pytest.mark.parametrize("template", ["{# a comment #}", "{% for m in messages %}{{ m.text }}{% endfor %}"])
-def test_a_template_that_renders_nothing_is_named(tokenizer, template):
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match="The chat template renders no token"):
-        encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
 
 
 def test_messages_cannot_insert_control_tokens(named):

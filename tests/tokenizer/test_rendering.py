@@ -1,13 +1,10 @@
 """Answers in templates without marks, beside the marked templates of TRL."""
 
-import copy
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-import trl
 from jinja2 import TemplateError
 
 from hf_pretrain.data.conversations import read_conversation
@@ -17,12 +14,10 @@ from hf_pretrain.tokenizer.chat_template import add_marks
 from hf_pretrain.tokenizer.control_tokens import encode_prompt, find_turn_end
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.rendering import set_template
-from hf_pretrain.tokenizer.training import train_tokenizer
+from tests.tokenizer.kinds import TRL, load, trl_template, with_template
 
 
-TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-NAMES = sorted(path.name.removesuffix("_training.jinja") for path in TEMPLATES.glob("*_training.jinja"))
-SPECIAL = re.compile(r"<\|[^|<>\s]+\|?>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|<\w+\|>|\[gMASK\]|<sop>|</s>")
+NAMES = sorted(path.name.removesuffix("_training.jinja") for path in TRL.glob("*_training.jinja"))
 MARK = re.compile(r"({%-?)\s*(?:end)?generation\s*(-?%})")
 # These templates for images take texts as lists of parts only: they drop or refuse other texts.
 IN_PARTS = {"idefics3", "llava_next", "smolvlm"}
@@ -59,20 +54,17 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base():
-    return train_tokenizer(["What is two and two? It is four, said the user."] * 4, vocab_size=400)
-
-
-def with_template(base, template):
-    tokenizer = copy.deepcopy(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted(set(SPECIAL.findall(template)))})
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def in_parts(messages):
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def encode(tokenizer, messages):
+    """Return ids and numbers of a conversation as data has it."""
+    return encode_conversation(tokenizer, json.loads(read_conversation({"messages": messages}))["messages"])
+
+
+def trained_text(tokenizer, ids, numbers):
+    return tokenizer.decode([token for token, number in zip(ids, numbers, strict=True) if number])
 
 
 def prompt_ends(tokenizer, messages, ids):
@@ -99,9 +91,7 @@ def compare(tokenizer, messages, marked, fit=list):
     kind = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     try:
         theirs = tokenizer.apply_chat_template(fit(messages), chat_template=marked, **kind)
-        ids, numbers = encode_conversation(
-            tokenizer, json.loads(read_conversation({"messages": messages}))["messages"]
-        )
+        ids, numbers = encode(tokenizer, messages)
     except (UserError, TemplateError):
         return None
     if ids != theirs["input_ids"]:
@@ -117,20 +107,19 @@ def compare(tokenizer, messages, marked, fit=list):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNTRAINED])
 @pytest.mark.parametrize("source", ["plain", "marked"])
-def test_answers_are_where_trl_marks_them(base, name, source):
-    marked = (TEMPLATES / f"{name}_training.jinja").read_text(encoding="utf-8")
-    plain = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+def test_answers_are_where_trl_marks_them(name, source):
+    marked, plain = trl_template(f"{name}_training"), trl_template(name)
     if source == "marked":
         # TRL's own text, without its marks.
         plain = MARK.sub(r"\1 if true \2\1 endif \2", marked)
-    tokenizer = with_template(base, plain)
+    tokenizer = with_template(plain)
     if (name, source) == ("qwen3_instruct_2507", "plain"):
         # MiniMind's template has the same places, and gets marks that leave out the line break behind the stop token.
         assert add_marks(plain) != plain
         return
     if (name, source) == ("glm4moe", "plain"):
         # A last answer has no stop token there. TRL's template adds one.
-        with pytest.raises(UserError, match="ends no answer with a special token"):
+        with pytest.raises(UserError):
             set_template(tokenizer)
         return
     set_template(tokenizer)
@@ -153,9 +142,7 @@ def test_answers_are_where_trl_marks_them(base, name, source):
 @pytest.mark.parametrize("name", sorted(IN_PARTS))
 def test_texts_for_templates_that_take_parts_only(name):
     """Prompts are those of transformers, data may have both forms, and a typed stop token stays text."""
-    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    # SmolVLM has this tokenizer with further special tokens.
-    tokenizer = with_template(load_tokenizer("embedded:smollm2"), template)
+    tokenizer = with_template(trl_template(name))
     assert set_template(tokenizer) is None
     prompt = CONVERSATIONS[1][:3]
     expected = tokenizer.apply_chat_template(in_parts(prompt), add_generation_prompt=True).input_ids
@@ -167,22 +154,14 @@ def test_texts_for_templates_that_take_parts_only(name):
     stop, behind = ("</s>", "") if name == "llava_next" else ("<end_of_utterance>", "\n")
     assert tokenizer.decode(find_turn_end(tokenizer)) == stop
     ids, numbers = encode_conversation(tokenizer, [user("Why?"), assistant(f"a{stop}b")])
-    trained = [token for token, number in zip(ids, numbers, strict=True) if number]
-    assert tokenizer.decode(trained) == f" a{stop}b{stop}{behind}"
-    assert trained.count(find_turn_end(tokenizer)) == 1
+    assert trained_text(tokenizer, ids, numbers) == f" a{stop}b{stop}{behind}"
+    assert [token for token, number in zip(ids, numbers, strict=True) if number].count(find_turn_end(tokenizer)) == 1
 
 
-@pytest.mark.parametrize("name", sorted(UNTRAINED))
-def test_a_template_whose_prompts_begin_no_conversation_is_refused(base, name):
-    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="answers in the tokenizer's chat template cannot be found.*--chat_template"):
-        set_template(with_template(base, template))
-
-
-def test_a_template_of_qwen_is_whole_after_loading(base, tmp_path):
+def test_a_template_of_qwen_is_whole_after_loading(tmp_path):
     # Qwen 2.5 has one of two places of a MiniMind template. A single mark would make the template invalid.
-    template = (TEMPLATES / "qwen2_5.jinja").read_text(encoding="utf-8")
-    with_template(base, template).save_pretrained(tmp_path)
+    template = trl_template("qwen2_5")
+    with_template(template).save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).chat_template == template
 
 
@@ -197,27 +176,26 @@ CALLS[1:] = [[*calls, assistant("It is.")] for calls in CALLS[1:]]
 
 
 @pytest.mark.parametrize("calls", CALLS)
-def test_calls_of_qwen3_are_trained_as_trl_trains_them(base, calls):
-    tokenizer = with_template(base, (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
+def test_calls_of_qwen3_are_trained_as_trl_trains_them(calls):
+    tokenizer = with_template(trl_template("qwen3"))
     set_template(tokenizer)
-    marked = (TEMPLATES / "qwen3_training.jinja").read_text(encoding="utf-8")
-    ours, theirs, _ = compare(tokenizer, calls, marked)
+    ours, theirs, _ = compare(tokenizer, calls, trl_template("qwen3_training"))
     assert ours == theirs
     # The first call is what the model generates after the prompt of inference.
     prompt = tokenizer.apply_chat_template(calls[:1], add_generation_prompt=True).input_ids
     generated = tokenizer.apply_chat_template(calls[:2]).input_ids
-    ids, numbers = encode_conversation(tokenizer, json.loads(read_conversation({"messages": calls}))["messages"])
+    ids, numbers = encode(tokenizer, calls)
     assert ids[: len(generated)] == generated and generated[: len(prompt)] == prompt
     assert numbers[: len(generated)] == [0] * len(prompt) + [1] * (len(generated) - len(prompt))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"glm4moe", *UNTRAINED}])
-def test_calls_without_thoughts_are_trained(base, name):
-    tokenizer = with_template(base, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+def test_calls_without_thoughts_are_trained(name):
+    tokenizer = with_template(trl_template(name))
     set_template(tokenizer)
     for calls in CALLS[:2]:
         try:
-            _, numbers = encode_conversation(tokenizer, json.loads(read_conversation({"messages": calls}))["messages"])
+            _, numbers = encode(tokenizer, calls)
         except UserError as error:
             # The template knows no tools.
             assert "leaves" in str(error) or "cannot render" in str(error)
@@ -225,59 +203,42 @@ def test_calls_without_thoughts_are_trained(base, name):
             assert set(numbers) - {0} == {*range(1, 1 + len([m for m in calls if m["role"] == "assistant"]))}
 
 
-def test_qwen3_trains_answers_to_the_last_question_and_says_so(base):
-    tokenizer = with_template(base, (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
+def test_qwen3_trains_answers_to_the_last_question_and_says_so():
+    tokenizer = with_template(trl_template("qwen3"))
     assert set_template(tokenizer).startswith("Only answers to the last question of each conversation are trained")
     messages = [user("Why?"), assistant("It is.", reasoning_content="Hm."), user("And?"), assistant("So what.")]
     ids, numbers = encode_conversation(tokenizer, messages)
     assert set(numbers) == {0, 2}
     assert tokenizer.decode(ids).count("It is.") == 1
-    trained = tokenizer.decode([token for token, number in zip(ids, numbers, strict=True) if number])
-    assert trained == "<think>\n\n</think>\n\nSo what.<|im_end|>\n"
+    assert trained_text(tokenizer, ids, numbers) == "<think>\n\n</think>\n\nSo what.<|im_end|>\n"
     # The weights of messages count, also those of answers that are not trained.
     weighted = read_conversation({"messages": [*messages[:3], {**messages[3], "weight": 0.5}]})
     (_,), (weights,), _ = ConversationEncoder()([weighted], tokenizer, max_length=100).values()
     assert set(weights.tolist()) == {0, 0.5}
     # The thought of a trained answer must not get lost.
     tokenizer.chat_template = tokenizer.chat_template.replace("reasoning_content.strip", "''.strip")
-    with pytest.raises(UserError, match="leaves 'Hm.' out"):
+    with pytest.raises(UserError):
         encode_conversation(tokenizer, messages[:2])
 
 
-def test_a_typed_stop_token_ends_no_answer(base):
-    tokenizer = with_template(base, (TEMPLATES / "llama3.jinja").read_text(encoding="utf-8"))
-    set_template(tokenizer)
-    messages = [user("Why?"), assistant("a<|eot_id|>b"), user("<|eot_id|>"), assistant("c")]
-    ids, numbers = encode_conversation(tokenizer, messages)
-    stop = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    assert ids.count(stop) == 4
-    trained = [[i for i, n in zip(ids, numbers, strict=True) if n == number] for number in (1, 2)]
-    assert [answer.count(stop) for answer in trained] == [1, 1]
-    assert [tokenizer.decode(answer) for answer in trained] == ["a<|eot_id|>b<|eot_id|>", "c<|eot_id|>"]
-    # Inference gives the model the same tokens before its answer.
-    prompt = encode_prompt(tokenizer, messages[:3])
-    assert ids[: len(prompt)] == prompt and numbers[len(prompt) - 1 : len(prompt) + 1] == [0, 2]
-
-
+@pytest.mark.slow
 def test_smollm2():
-    tokenizer = load_tokenizer("embedded:smollm2")
+    tokenizer = load("smollm2")
     assert set_template(tokenizer) is None
     (ids,), (weights,), _ = ConversationEncoder()(
         [read_conversation({"messages": CONVERSATIONS[1]})], tokenizer, max_length=200
     ).values()
-    trained = tokenizer.decode([token for token, weight in zip(ids, weights, strict=True) if weight])
-    assert trained == "Because it is.<|im_end|>\nSo what.<|im_end|>\n"
+    assert trained_text(tokenizer, ids, weights) == "Because it is.<|im_end|>\nSo what.<|im_end|>\n"
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(CONVERSATIONS[1], tokenize=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_2"])
-def test_greetings_and_questions_without_answer(base, name):
+def test_greetings_and_questions_without_answer(name):
     """A conversation may begin with the assistant and end with the user. The answer between them is trained."""
-    tokenizer = with_template(base, (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    tokenizer = with_template(trl_template(name))
     messages = [assistant("Hello."), user("Why?"), assistant("Because."), user("And?")]
     ids, numbers = encode_conversation(tokenizer, messages)
-    trained = tokenizer.decode([token for token, number in zip(ids, numbers, strict=True) if number])
-    assert "Because." in trained and set(numbers) <= {0, 2}
+    assert "Because." in trained_text(tokenizer, ids, numbers) and set(numbers) <= {0, 2}
     # These templates write results of tools as JSON.
     result = {"role": "tool", "content": '{"temp": 5, "place": "Bergen \u00e9"}'}
     call = {"role": "assistant", "content": "", "tool_calls": [CALL["function"]]}

@@ -1,0 +1,74 @@
+"""Mistakes on command lines: numbers out of bounds, flags of MiniMind without a meaning, and unused GPUs."""
+
+from functools import cache
+
+from hf_pretrain.runtime import devices
+from hf_pretrain.runtime.minimind_flags import translate_minimind
+from hf_pretrain.runtime.named import load_named
+from hf_pretrain.runtime.parser import recipe_parser
+from hf_pretrain.training.training_arguments import LMTrainingArguments
+from tests.invariants.launching import ROOT
+from tests.mistakes import Mistake
+
+
+# Words without which a recipe does not parse its numbers.
+NEEDED = {"data": ["inspect", "a.jsonl"], "generate": ["--input", "a.jsonl", "--output", "b.jsonl"]}
+NEEDED |= {"convert": ["--from", "a", "--to", "b"], "compare": ["a"]}
+parser_of = cache(lambda recipe: recipe_parser(ROOT / f"recipes/{recipe}.py"))
+
+
+def number(recipe, flag, value, words):
+    parse = lambda: parser_of(recipe).parse_args([*NEEDED.get(recipe, []), f"--{flag}={value}"])  # noqa: E731
+    return Mistake(rf"^--{flag} {value} must be {words}\. Give another value, or leave the flag out", parse)
+
+
+def minimind(says, stage, line):
+    return Mistake(says, lambda: translate_minimind(line.split(), stage))
+
+
+def train_on_an_unused_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(devices, "find_unused_gpu", lambda: "torch cannot use it.")
+    LMTrainingArguments(output_dir=str(tmp_path))
+
+
+def answer_with_an_adapter_of_minimind(tmp_path):
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/lora_x_768.pth").touch()
+    translate_minimind(["--save_dir", str(tmp_path), "--weight", "full_sft", "--lora_weight", "lora_x"], "serve")
+
+
+def name_several_files(tmp_path):
+    for size in (512, 768):
+        (tmp_path / f"full_sft_{size}.pth").touch()
+    translate_minimind(["--save_dir", str(tmp_path), "--from_weight", "full_sft"], "dpo")
+
+
+MISTAKES = [
+    number("from_scratch", "minutes", "-1.0", "above 0"),
+    number("generate", "batch_size", "-1", "at least 1"),
+    number("chat", "temperature", "-0.5", "at least 0"),
+    number("chat", "top_p", "0.0", "above 0 and at most 1"),
+    number("pretrain", "adam_beta1", "1.0", "at least 0 and below 1"),
+    number("pretrain", "seed", "4294967296", "at least 0 and at most 4294967295"),
+    number("pretrain", "dataset_weights", "-1.0", "above 0"),
+    number("dpo", "label_smoothing", "5.0", "at least 0 and at most 0.5"),
+    number("data", "max_length", "7", "at least 8"),
+    # MiniMind
+    minimind("--device cuda:1 means nothing here: CUDA_VISIBLE_DEVICES", "pretrain", "--device cuda:1"),
+    minimind("--vf_coef means nothing here: there is no PPO", "pretrain", "--vf_coef 0.5"),
+    minimind("--max_seq_len means nothing here: TRL takes prompts whole", "grpo", "--max_seq_len 512"),
+    minimind("sglang means nothing here: TRL's engine is vLLM", "grpo", "--rollout_engine sglang"),
+    minimind("the tokens of each turn. Pass --max_completion", "grpo", "--tools calculator --max_gen_len 9"),
+    minimind("--backend api means .*: the tasks run the model of --model_name", "evaluate", "--backend api"),
+    minimind("--temperature 0.9 means .*: the tasks take the most probable", "evaluate", "--temperature 0.9"),
+    minimind("--api_key means nothing here: the tasks run the model", "evaluate", "--api_key k"),
+    minimind(
+        "lora_x has to be merged first: hf-pretrain convert --from out/lora_x.pth --base out/sft --to out/",
+        *("chat", "--weight full_sft --lora_weight lora_x"),
+    ),
+    Mistake("convert --from \\S+/lora/lora_x_768.pth --base \\S+/sft --to", answer_with_an_adapter_of_minimind),
+    Mistake("Several files have the name full_sft: .*_512.pth, .*_768.pth. Pass one with --model", name_several_files),
+    # The machine and the code
+    Mistake("torch cannot use it. To use the CPU, pass --use_cpu", train_on_an_unused_gpu),
+    Mistake("load_nothing", lambda: load_named("hf_pretrain.runtime.named:load_nothing"), AttributeError),
+]
