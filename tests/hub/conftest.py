@@ -1,10 +1,15 @@
 """The loopback Hub of these tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hub_server import HubServer
+
+
+# ModelScope's client reads them at its import. It would wait seconds between its attempts.
+os.environ |= {"MODELSCOPE_API_MAX_RETRIES": "1", "MODELSCOPE_DOWNLOAD_MAX_RETRIES": "0"}
 
 
 @pytest.fixture
