@@ -9,7 +9,7 @@ from tests.hub_server import HubServer
 
 
 # ModelScope's client reads them at its import. It would wait seconds between its attempts.
-os.environ |= {"MODELSCOPE_API_MAX_RETRIES": "1", "MODELSCOPE_DOWNLOAD_MAX_RETRIES": "0"}
+os.environ |= {"MODELSCOPE_API_MAX_RETRIES": "1", "MODELSCOPE_REPO_TREE_PAGE_MAX_ATTEMPTS": "1"}
 
 
 @pytest.fixture
