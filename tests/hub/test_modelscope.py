@@ -56,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "POST" and url.path == "/api/v1/models":
             fields = json.loads(body)
             name = f"{fields['Path']}/{fields['Name']}"
+            if name in repos:
+                return 409, "already exists"
             repos[name], self.server.visibility[name] = {}, fields["Visibility"]
             return 200, {"Name": fields["Name"], "Path": fields["Path"]}
         if url.path.endswith("/objects/batch"):
@@ -152,8 +154,8 @@ def test_a_file_that_is_not_there_is_noticed(modelscope):
             RecipeParser((ChatArguments,)).parse_args(["--dataset_name", name])
 
 
-def test_a_repository_needs_the_token(modelscope, monkeypatch):
-    assert create_repository("modelscope:me/mine") == "modelscope:me/mine"
+def test_a_refused_repository_is_noticed(modelscope, monkeypatch):
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "wrong")
     with pytest.raises(UserError):
-        create_repository("modelscope:me/other")
+        create_repository("modelscope:me/mine")
+    assert "me/mine" not in modelscope.repos
