@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import shlex
 import signal
 import socket
@@ -26,13 +25,14 @@ from hf_pretrain.board import page as board_page
 from hf_pretrain.reports.page import draw_charts, write_page
 from hf_pretrain.run_directory.directory import LOG_NAME, OUTPUT_NAME, RECORD_NAME
 from hf_pretrain.run_directory.history import RunHistory, read_run, read_runs
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.texts import preferred_language
 from hf_pretrain.runtime.writing import LOCK_NAME, find_holder, write_holder
 from tests.faults.driving import command as toy_command
 from tests.faults.driving import make_workspace, steps_of, wait_for
 from tests.hub_server import HubServer
 from tests.invariants.launching import ROOT, cpu_environment, free_port
-from tests.toys import write_jsonl
+from tests.toys import limited_file_size, write_jsonl
 
 
 # The machine may be busy with other tests.
@@ -114,43 +114,56 @@ def wait_for_text(page, place: str, text: str) -> None:
     )
 
 
-def toy_flags(workspace: Path, *more: str) -> list[str]:
-    """Return the flags of the toy run, after the recipe and before the directory."""
-    words = toy_command(workspace, Path("unused"), launcher="python")
-    flags = words[2 : words.index("--output_dir")]
-    return [*flags, *more]
+def field(page, name: str):
+    return page.locator(f"#{name} input, #{name} textarea").first
+
+
+def open_form(page, board: Board) -> None:
+    open_page(page, f"{board.url}/en/?token={board.token}")
+    page.get_by_role("tab", name="New run").click()
+
+
+def choose(page, name: str, option: str) -> None:
+    page.locator(f"#{name} input").click()
+    page.get_by_role("option", name=option, exact=True).click()
+
+
+def wait_for_output(page, name: str, pattern: str) -> str:
+    """Wait until a box of text shows the pattern, and return the text."""
+    text = f"document.querySelector('#{name} textarea')?.value"
+    page.wait_for_function(f"() => /{pattern}/.test({text} ?? '')")
+    return page.evaluate(text)
 
 
 @pytest.mark.slow
 def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_again(page, board, workspace):
-    open_page(page, f"{board.url}/en/?token={board.token}")
-    page.get_by_role("tab", name="New run").click()
-    page.locator("#name input, #name textarea").first.fill("mine")
+    open_form(page, board)
+    field(page, "name").fill("mine")
     # The run ends only if it is stopped, and saves no checkpoint before.
     page.locator("#group-1 button").first.click()
-    page.locator("#flag-max_steps input, #flag-max_steps textarea").first.fill("100000")
+    field(page, "flag-max_steps").fill("100000")
     # The page shows the end of the log: with more lines, the one of the resume would soon be gone.
-    more = toy_flags(workspace, "--save_steps", "100000", "--eval_strategy", "no", "--logging_steps", "20")
-    more = " ".join(more).replace("--max_steps 8 ", "").replace("--save_steps 2 ", "")
-    page.locator("#more input, #more textarea").first.fill(more + " --max_length 1")
+    words = toy_command(workspace, Path("unused"), launcher="python")
+    words = [*words[2 : words.index("--output_dir")], "--save_steps", "100000", "--eval_strategy", "no"]
+    more = " ".join([*words, "--logging_steps", "20"]).replace("--max_steps 8 ", "").replace("--save_steps 2 ", "")
+    field(page, "more").fill(more + " --max_length 1")
     # The mistake is shown.
     page.locator("#make-plan").click()
-    page.wait_for_function("() => document.querySelector('#plan textarea').value.includes('exit status 2')")
-    assert "error: --max_length 1 must be" in page.locator("#plan textarea").input_value()
-    page.locator("#more input, #more textarea").first.fill(more)
+    assert "error: --max_length 1 must be" in wait_for_output(page, "plan", "exit status 2")
+    field(page, "more").fill(more)
     page.locator("#make-plan").click()
-    page.wait_for_function("() => /Files +out.mine/.test(document.querySelector('#plan textarea').value)")
+    wait_for_output(page, "plan", "Files +out.mine")
     command = page.locator("#command textarea").input_value()
     assert command.startswith("hf-pretrain pretrain --preset auto --max_steps 100000 --use_cpu ")
     assert not (workspace / "out/mine").exists()
     # A changed field needs no new plan, and the run that was started is shown.
-    page.locator("#more input, #more textarea").first.fill(f"{more} --run_name other")
+    field(page, "more").fill(f"{more} --run_name other")
     page.locator("button#start").click()
     wait_for_text(page, "#view", "out/mine")
     assert page.locator("#runs input:checked").input_value() == "mine"
     wait_for_text(page, "#view", "running")
     wait_for_text(page, "#view", "/ 100000")
-    page.wait_for_function("() => document.querySelector('#log textarea')?.value.includes('step 2')")
+    wait_for_output(page, "log", "step 2")
     # The run outlives the board, and the same page shows it again.
     lock = workspace / "out/mine" / LOCK_NAME
     pid = find_holder(lock).pid
@@ -166,7 +179,7 @@ def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_aga
     (step,) = steps_of(workspace / "out/mine")
     page.locator("button#resume").click()
     wait_for_text(page, "#view", "running")
-    page.wait_for_function(f"() => document.querySelector('#log textarea')?.value.includes('checkpoint-{step}')")
+    wait_for_output(page, "log", f"checkpoint-{step}")
     wait_for_text(page, "#view", "Time left")
     # A run that is stopped while it still reads its data has no step to end after.
     steps = "[...document.querySelector('#log textarea').value.matchAll(/step ([0-9]+)/g)].map(each => each[1])"
@@ -182,17 +195,15 @@ def test_a_run_is_planned_started_stopped_and_resumed_while_the_board_starts_aga
 @pytest.mark.slow
 def test_the_form_shows_the_data_and_plans_two_processes_of_deepspeed(page, board, workspace):
     write_jsonl(workspace / "chats.jsonl", [{"prompt": f"{n} <i>?", "completion": f"<b> {n}"} for n in range(20)])
-    open_page(page, f"{board.url}/en/?token={board.token}")
-    page.get_by_role("tab", name="New run").click()
-    page.locator("#stage input").click()
-    page.get_by_role("option", name="sft", exact=True).click()
+    open_form(page, board)
+    choose(page, "stage", "sft")
     page.wait_for_function("() => document.querySelector('#name input, #name textarea').value.startsWith('sft')")
     for flag, text in (("dataset_name", "missing.jsonl"), ("model_name_or_path", "toy"), ("max_length", "64")):
-        page.locator(f"#flag-{flag} input, #flag-{flag} textarea").first.fill(text)
+        field(page, f"flag-{flag}").fill(text)
     page.locator("#show-data").click()
     wait_for_text(page, "#data", "exit status 2")
     assert "error: There is no file or directory missing.jsonl" in page.locator("#data").inner_text()
-    page.locator("#flag-dataset_name input, #flag-dataset_name textarea").first.fill("chats.jsonl")
+    field(page, "flag-dataset_name").fill("chats.jsonl")
     page.locator("#show-data").click()
     wait_for_text(page, "#data", "Marked tokens are trained.")
     page.wait_for_function("() => document.querySelectorAll('#data mark').length > 4")
@@ -201,15 +212,11 @@ def test_the_form_shows_the_data_and_plans_two_processes_of_deepspeed(page, boar
     assert re.search(r"<\|im_start\|>user\s\d+ <i>\?<\|im_end\|>", page.locator("#data").inner_text())
     assert "\033" not in page.locator("#data").inner_text()
     page.locator("#group-6 button").first.click()
-    page.locator("#flag-nproc input, #flag-nproc textarea").first.fill("2")
-    page.locator("#flag-ds input").click()
-    page.get_by_role("option", name="zero2", exact=True).click()
-    page.locator("#more input, #more textarea").first.fill(
-        "--use_cpu --bf16 false --validation_fraction 0 --max_steps 4"
-    )
+    field(page, "flag-nproc").fill("2")
+    choose(page, "flag-ds", "zero2")
+    field(page, "more").fill("--use_cpu --bf16 false --validation_fraction 0 --max_steps 4")
     page.locator("#make-plan").click()
-    page.wait_for_function("() => /Files +out|exit/.test(document.querySelector('#plan textarea').value)")
-    plan = page.locator("#plan textarea").input_value()
+    plan = wait_for_output(page, "plan", "Files +out|exit")
     assert "2 process(es) on CPU" in plan and "ds_configs/zero2.json" in plan
 
 
@@ -218,8 +225,7 @@ def test_the_form_shows_the_data_and_plans_two_processes_of_deepspeed(page, boar
 def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_chinese, board, workspace, hub, size):
     page = browser_in_chinese
     if not (workspace / "out/terminal").exists():
-        words = toy_command(workspace, Path("out/terminal"), launcher="python")
-        subprocess.run(words, cwd=workspace, env=cpu_environment(PYTHONPATH=str(ROOT)), check=True)
+        assert run_toy(workspace, "terminal") == 0
     # The browser's language chooses.
     open_page(page, f"{board.url}/?token={board.token}", size)
     assert page.url == f"{board.url}/zh/"
@@ -232,21 +238,17 @@ def test_runs_of_a_terminal_are_shown_compared_and_pushed_in_chinese(browser_in_
         page.get_by_label("验证数据").fill("train.jsonl")
         page.locator("#evaluation").get_by_label("其他参数").fill("--max_length 32 --use_cpu")
         page.locator("button#evaluate").click()
-        output = page.locator("#evaluation-output textarea")
-        page.wait_for_function("output => /per byte|exit/.test(output.value)", arg=output.element_handle())
-        command = (
-            "evaluate --model_name_or_path out/terminal --eval_dataset_name train.jsonl --max_length 32 --use_cpu"
-        )
-        assert output.input_value().startswith(f"$ hf-pretrain {command}\n")
+        words = "--model_name_or_path out/terminal --eval_dataset_name train.jsonl --max_length 32 --use_cpu"
+        output = wait_for_output(page, "evaluation-output", "per byte|exit")
+        assert output.startswith(f"$ hf-pretrain evaluate {words}\n")
         assert (workspace / "out/terminal/evaluation.json").is_file()
         page.locator("#export button").first.click()
         page.get_by_label("格式").click()
         page.get_by_role("option", name="minimind", exact=True).click()
         page.get_by_label("Hub 上的仓库").fill("user/pushed")
         page.locator("button#export-run").click()
-        output = page.locator("#export-output textarea")
-        page.wait_for_function("output => /Pushed to|exit/.test(output.value)", arg=output.element_handle())
-        assert f"Pushed to {hub.endpoint}/user/pushed" in output.input_value()
+        pushed = wait_for_output(page, "export-output", "Pushed to|exit")
+        assert f"Pushed to {hub.endpoint}/user/pushed" in pushed
         assert {"config.json", "model.safetensors", "README.md"} <= hub.repos["user/pushed"].files.keys()
     for name, place in (("新建训练", "#more"), ("对比", "#compare"), ("训练列表", "#runs")):
         page.get_by_role("tab", name=name).click()
@@ -287,7 +289,7 @@ def test_what_is_chosen_and_typed_before_the_board_answers_stays(page, hub, work
     open_page(page, f"{board.url}/en/?token={board.token}")
     page.locator("#runs label", has_text="older").click()
     page.get_by_role("tab", name="New run").click()
-    name = page.locator("#name input, #name textarea").first
+    name = field(page, "name")
     name.fill("typed")
     # The buttons act on what is chosen when the answer to the first questions has come.
     for each in held:
@@ -298,8 +300,7 @@ def test_what_is_chosen_and_typed_before_the_board_answers_stays(page, hub, work
     assert page.locator("#runs input:checked").input_value() == "older"
     # The form gets the flags of an earlier run, also if its preset proposes another name.
     page.get_by_role("tab", name="New run").click()
-    page.locator("#earlier input").click()
-    page.get_by_role("option", name="older", exact=True).click()
+    choose(page, "earlier", "older")
     words = "pretrain --preset tiny --dataset_name 'a b.jsonl' c.jsonl --max_steps 7 --use_cpu true --nproc 1"
     expected = f"hf-pretrain {words} --warmup_steps 0.1 --output_dir out/typed"
     page.wait_for_function("text => document.querySelector('#command textarea').value === text", arg=expected)
@@ -318,12 +319,17 @@ def test_what_is_chosen_and_typed_before_the_board_answers_stays(page, hub, work
     assert "Completions" not in page.locator("#flag-per_device_train_batch_size").inner_text()
 
 
+def run_toy(workspace: Path, name: str, *flags: str) -> int:
+    """Run the toy command in a terminal, and return its status."""
+    words = toy_command(workspace, Path("out", name), *flags, launcher="python")
+    return subprocess.run(words, cwd=workspace, env=cpu_environment(PYTHONPATH=str(ROOT))).returncode
+
+
 @pytest.mark.slow
 def test_a_run_of_a_terminal_that_fails_before_its_first_step_shows_why(workspace, monkeypatch):
-    words = toy_command(workspace, Path("out/failed"), "--dataset_name", "missing.jsonl", launcher="python")
-    assert subprocess.run(words, cwd=workspace, env=cpu_environment(PYTHONPATH=str(ROOT))).returncode == 2
+    assert run_toy(workspace, "failed", "--dataset_name", "missing.jsonl") == 2
     monkeypatch.chdir(workspace)
-    assert re.search("interrupted: [^<]*missing.jsonl", runs.show("failed", lambda text: text))
+    assert re.search("interrupted: [^<]*missing.jsonl", runs.show("failed", str))
 
 
 @pytest.fixture
@@ -367,14 +373,8 @@ def test_foreign_pages_and_requests_without_the_token_are_refused(board, workspa
 def test_a_token_is_written_whole_and_one_that_can_be_guessed_is_renewed(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "HF_HOME", str(tmp_path))
     place = tmp_path / "hf_pretrain/board_token"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As a full disk does, refuse each byte.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="could not be written"):
-            serving.read_token()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limited_file_size(0), pytest.raises(OSError):
+        serving.read_token()
     assert not place.exists()
     seen = set()
     for bad in (b"", b"\n", b"short", b"\xff" * 40, "ü".encode() * 30, b"a b" * 20):
@@ -396,32 +396,32 @@ def test_a_form_becomes_a_command():
         *("--bf16", "false", "--output_dir", "out/a"),
     ]
     for name in ("", "../a", "a/b", "-a"):
-        with pytest.raises(ValueError, match="for the name"):
+        with pytest.raises(UserError):
             launching.make_words(flags, "pretrain", "tiny", name, values, "")
     assert launching.find_defaults("sft", "tiny")["output_dir"] == "out/sft-tiny"
 
 
-def test_an_export_names_its_weights():
+def test_exports_and_evaluations_name_their_weights_tasks_and_data():
     words = launching.export_words(Path("out/a"), "gguf", "q8_0", "")
     assert shlex.join(words) == "convert --from out/a --to out/a-gguf-q8_0 --format gguf --dtype q8_0"
     words = launching.export_words(Path("out/a"), "llama", "", "me/b")
     assert shlex.join(words) == "convert --from out/a --to out/a-llama --format llama --push --hub_model_id me/b"
-
-
-def test_an_evaluation_names_tasks_and_data():
     words = launching.evaluation_words(Path("out/a"), "small,piqa", "'my test.jsonl' b.jsonl", "--limit 3")
-    assert words == [
-        *("evaluate", "--model_name_or_path", "out/a", "--tasks", "small,piqa"),
-        *("--eval_dataset_name", "my test.jsonl", "b.jsonl", "--limit", "3"),
-    ]
+    assert shlex.join(words) == (
+        "evaluate --model_name_or_path out/a --tasks small,piqa --eval_dataset_name 'my test.jsonl' b.jsonl --limit 3"
+    )
     assert launching.evaluation_words(Path("out/a"), "", "", "") == words[:3]
 
 
-def test_a_command_prints_in_the_language_of_the_page():
-    async def last_text() -> str:
-        return [text async for text in launching.run_command("list", language="zh")][-1]
+def last_text(*words: str, **options: str) -> str:
+    async def wait() -> str:
+        return [text async for text in launching.run_command(*words, **options)][-1]
 
-    assert asyncio.run(last_text()).startswith("训练阶段:")
+    return asyncio.run(wait())
+
+
+def test_a_command_prints_in_the_language_of_the_page():
+    assert last_text("list", language="zh").startswith("训练阶段:")
 
 
 def stand_in(monkeypatch, program: str) -> None:
@@ -432,11 +432,7 @@ def stand_in(monkeypatch, program: str) -> None:
 def test_long_lines_and_progress_bars_are_shown(monkeypatch):
     """lm-eval's progress bars end no line, and a row of data may be one line of any length."""
     stand_in(monkeypatch, "print('数' * 200_000 + '\\n' + '\\r 1%' * 50_000 + '\\rdone', end='')")
-
-    async def last() -> str:
-        return [text async for text in launching.run_command("evaluate")][-1]
-
-    assert asyncio.run(last()) == "数" * 200_000 + "\ndone"
+    assert last_text("evaluate") == "数" * 200_000 + "\ndone"
 
 
 def test_a_stop_during_the_start_reaches_the_ranks_of_a_launcher(monkeypatch, tmp_path):
@@ -517,45 +513,41 @@ def test_a_run_of_any_launcher_is_resumed_by_the_command_of_this_package(tmp_pat
             assert words == ["pretrain", *launcher.split(), *flags, *then]
 
 
+GRPO = f"python {ROOT}/recipes/grpo.py"
 PROGRAM = "import pathlib; pathlib.Path('ran').touch()"
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    "command",
     [
-        ("", "no command"),
-        ("A=1", "no command"),
-        ("touch ran", "recipes of this package"),
-        (f"sh -c 'touch ran' {RECIPE}", "recipes of this package"),
-        (f'{sys.executable} -c "{PROGRAM}" {RECIPE}', "recipes of this package"),
-        (f"torchrun --no-python touch ran {RECIPE}", "recipes of this package"),
-        (f"accelerate launch --config_file mine.yaml {RECIPE}", "recipes of this package"),
-        (f"deepspeed --include other:0 {RECIPE}", "recipes of this package"),
-        (f"torchrun -m mine {RECIPE}", "recipes of this package"),
-        ("python pretrain.py", "recipes of this package"),
-        (f"python {ROOT}/recipes/../hf_pretrain_cli.py pretrain", "recipes of this package"),
-        (f"python {RECIPE} --run_name '", "quotation"),
-        (f"python {RECIPE} --help", "prints help"),
-        (f"python {RECIPE} --run_name <token>", "token"),
-        (f"python {ROOT}/recipes/grpo.py --rewards out.a.mine:run", "code or tasks of your own"),
-        (f"python {ROOT}/recipes/grpo.py --tools out.a.mine:run", "code or tasks of your own"),
-        (f"python {RECIPE} --eval_tasks_path out/a", "code or tasks of your own"),
-        (f"python {ROOT}/recipes/grpo.py --config out/a/mine.yaml", "code or tasks of your own"),
-        (f"python {ROOT}/recipes/grpo.py --rewards out/a --trust_remote_code true", "code or tasks of your own"),
-        (f"python {ROOT}/recipes/grpo.py --reward_model_path out/a", "code or tasks of your own"),
+        "",
+        "touch ran",
+        f"sh -c 'touch ran' {RECIPE}",
+        f'{sys.executable} -c "{PROGRAM}" {RECIPE}',
+        f"torchrun --no-python touch ran {RECIPE}",
+        f"accelerate launch --config_file mine.yaml {RECIPE}",
+        f"deepspeed --include other:0 {RECIPE}",
+        f"torchrun -m mine {RECIPE}",
+        "python pretrain.py",
+        f"python {ROOT}/recipes/../hf_pretrain_cli.py pretrain",
+        f"python {RECIPE} --help",
+        f"python {RECIPE} --run_name <token>",
+        f"python {RECIPE} --eval_tasks_path out/a",
+        f"{GRPO} --rewards out.a.mine:run",
+        f"{GRPO} --tools out.a.mine:run",
+        f"{GRPO} --config out/a/mine.yaml",
+        f"{GRPO} --rewards out/a --trust_remote_code true",
+        f"{GRPO} --reward_model_path out/a",
     ],
 )
-def test_a_record_starts_no_program_and_no_code_of_its_own(tmp_path, monkeypatch, command, message):
+def test_a_record_starts_no_program_and_no_code_of_its_own(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     run = record(Path("out/a"), command)
     (run / "mine.py").write_text(f"{PROGRAM}\nrun = print\n")
     (run / "mine.yaml").write_text("rewards: [out.a.mine:run]\n")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError):
         launching.resume_run(run)
     assert {path.name for path in run.iterdir()} == {RECORD_NAME, "mine.py", "mine.yaml"}
-    # The words of the record hold for the directory in which they were typed.
-    with pytest.raises(ValueError, match=message if message == "no command" else "started in|token|quotation"):
-        launching.resume_run(record(run, command, directory=str(tmp_path / "out")))
 
 
 def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
@@ -568,14 +560,8 @@ def test_states_and_output_of_runs_come_from_their_files(tmp_path, monkeypatch):
     assert runs.read_output(name) == "step 1: loss 2\nerror: <b>\n"
     (run / LOCK_NAME).write_text('{"error": "--max_length 1 <i>"}')
     assert "interrupted: --max_length 1 &lt;i&gt;" in runs.show(name, str)
-    with pytest.raises(ValueError, match="no command to resume"):
-        launching.resume_run(run)
-    with pytest.raises(ValueError, match="does not run"):
-        launching.stop(run)
     write_holder(run / LOCK_NAME, os.getpid())
     assert runs.state_of(name) == "starting"
-    with pytest.raises(ValueError, match="runs already"):
-        launching.start_run(["pretrain", "--output_dir", str(run)])
     (run / LOCK_NAME).unlink()
     expected = json.loads((ROOT / "recipes/tiny/expected.json").read_text())["pretrain"]
     arguments = expected["arguments"] | {"config": "recipes/tiny/pretrain.yaml"}
@@ -731,9 +717,10 @@ def test_the_link_to_a_chat_appears_when_it_answers(tmp_path, monkeypatch):
     assert board_page._link("mine", str) == ""
     with socket.create_server(("127.0.0.1", port)):
         assert f'href="http://127.0.0.1:{port}"' in board_page._link("mine", str)
+        address = f"127.0.0.1:{port}"
         for url in (
             "javascript:alert(1)",
-            f'http://127.0.0.1:{port}"><script>',
+            f'http://{address}"><script>',
             "http://127.0.0.1:99999",
             f"http://a:{port}",
         ):

@@ -24,7 +24,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from recipes.evaluate import ARGUMENTS, main
-from tests.evaluation.test_evaluation import EXAMPLES, log_probabilities, tasks  # noqa: F401
+from tests.evaluation.conftest import EXAMPLES, log_probabilities
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.matrix import call, make_workspace
 from tests.toys import toy_model, write_jsonl
@@ -78,10 +78,7 @@ def test_the_interval_of_five_examples_by_hand():
     assert found.first - found.second == pytest.approx(difference)
     assert (found.low, found.high) == pytest.approx((difference - half, difference + half), rel=0.01)
     assert (found.first, found.num_examples, found.num_different) == (pytest.approx(30 / 12), 5, 4)
-
-
-def test_the_quantiles_of_student():
-    # From a table.
+    # More quantiles, from the same table.
     for degrees, expected in ((4, 2.7764), (9, 2.2622), (29, 2.0452), (120, 1.9799)):
         assert student_t(degrees) == pytest.approx(expected, rel=3e-3)
 
@@ -91,29 +88,23 @@ def make_difference(value: float, half: float = 0.001, num_different: int = 200)
 
 
 def test_the_two_noises_are_told_apart():
-    known = (0.05, "five runs")
-
-    def say(difference, seeds=known, lower_is_better=True):
-        return judge(difference, lower_is_better=lower_is_better, seeds=seeds)
-
-    assert say(make_difference(0.0, num_different=0)).startswith("Equal")
-    assert say(make_difference(0.0005)).startswith("No more than chance")
-    assert say(make_difference(-0.02)).startswith(
-        "A is better, by more than the chance of the examples, but not of the"
-    )
-    assert say(make_difference(0.02)).startswith(
-        "B is better, by more than the chance of the examples, but not of the"
-    )
-    assert say(make_difference(0.07)).startswith(
-        "B is better, by more than the chance of the examples, and of the seed"
-    )
-    assert say(make_difference(0.07), None).startswith("B is better, by more than the chance of the examples. Nobody")
-    assert say(make_difference(0.07), None, False).startswith("A is better")
     # Five examples that all favour one model have no spread, and may still be chance.
-    five = paired_difference(np.array([[1.0] * 5, [0.0] * 5]), np.ones((2, 5)))
-    six = paired_difference(np.array([[1.0] * 6, [0.0] * 6]), np.ones((2, 6)))
+    five, six = (paired_difference(np.array([[1.0] * n, [0.0] * n]), np.ones((2, n))) for n in (5, 6))
     assert five.low == five.high == 1
-    assert say(five, None, False).startswith("No more than chance") and say(six, None, False).startswith("A is better")
+    better = "is better, by more than the chance of the examples"
+    for difference, seeds, lower_is_better, begin in (
+        (make_difference(0.0, num_different=0), 0.05, True, "Equal"),
+        (make_difference(0.0005), 0.05, True, "No more than chance"),
+        (make_difference(-0.02), 0.05, True, f"A {better}, but not of the"),
+        (make_difference(0.02), 0.05, True, f"B {better}, but not of the"),
+        (make_difference(0.07), 0.05, True, f"B {better}, and of the seed"),
+        (make_difference(0.07), None, True, f"B {better}. Nobody"),
+        (make_difference(0.07), None, False, f"A {better}"),
+        (five, None, False, "No more than chance"),
+        (six, None, False, f"A {better}"),
+    ):
+        known = None if seeds is None else (seeds, "five runs")
+        assert judge(difference, lower_is_better=lower_is_better, seeds=known).startswith(begin)
 
 
 def test_five_seeds_of_tiny_are_not_ranked():
@@ -155,13 +146,21 @@ def workspace(tmp_path_factory) -> Path:
     return path
 
 
-def evaluate(workspace: Path, *words: str, data: str = "held_out.jsonl", directory: str = "results") -> dict:
+def evaluate(workspace: Path, *words: str, data: str = "held_out.jsonl") -> dict:
     """Compare models in this process, and return what `against.json` holds."""
-    shutil.rmtree(workspace / directory, ignore_errors=True)
-    words = [*words, "--results_dir", str(workspace / directory), "--use_cpu", "--bf16", "false"]
+    shutil.rmtree(workspace / "results", ignore_errors=True)
+    words = [*words, "--results_dir", str(workspace / "results"), "--use_cpu", "--bf16", "false"]
     words += ["--eval_dataset_name", str(workspace / data), "--max_length", "32", "--disable_tqdm", "true"]
     main(*parse_args(*ARGUMENTS, stage="evaluate", argv=words))
-    return json.loads((workspace / directory / "against.json").read_text(encoding="utf-8"))
+    return json.loads((workspace / "results/against.json").read_text(encoding="utf-8"))
+
+
+def results_of(workspace: Path) -> dict:
+    return json.loads((workspace / "results/evaluation.json").read_text())
+
+
+def texts_of(workspace: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (workspace / "held_out.jsonl").read_text().splitlines()]
 
 
 def text_flags(first: Path, second: Path) -> list[str]:
@@ -174,18 +173,16 @@ def test_a_model_and_its_export_are_equal(workspace, capsys):
     assert record["verdict"].startswith("Equal") and record["num_examples"] == 151
     assert record["figure"] == "validation: loss in nats per token" and record["examples"] == []
     # The figure of model A is the validation loss of the same evaluation, whose rows hold several documents.
-    results = json.loads((workspace / "results/evaluation.json").read_text())
-    assert record["first"] == pytest.approx(results["held_out"]["eval_loss"], rel=1e-6)
+    assert record["first"] == pytest.approx(results_of(workspace)["held_out"]["eval_loss"], rel=1e-6)
     assert content["models"] == {"A": "run", "B": "llama_export"}
     assert record["verdict"] in capsys.readouterr().out
 
 
 def test_a_model_and_an_earlier_one_are_told_apart_and_stand_side_by_side(workspace):
-    content = evaluate(workspace, *text_flags(workspace / "run", workspace / "run/checkpoint-14"))
-    [record] = content["figures"]
+    [record] = evaluate(workspace, *text_flags(workspace / "run", workspace / "run/checkpoint-14"))["figures"]
     assert record["verdict"].startswith("A is better, by more than the chance of the examples. Nobody has measured")
     assert record["high"] < 0 and record["first"] < record["second"]
-    texts = [json.loads(line)["text"] for line in (workspace / "held_out.jsonl").read_text().splitlines()]
+    texts = texts_of(workspace)
     apart = [abs(first - second) for first, second in (each["figures"] for each in record["examples"])]
     assert apart == sorted(apart, reverse=True) and len(apart) == 20
     # The first example is the one that differs most, by the log-probabilities of both models.
@@ -204,7 +201,7 @@ def test_a_model_and_an_earlier_one_are_told_apart_and_stand_side_by_side(worksp
     assert str(escape(first["text"])) in page and record["verdict"] in page
 
 
-def test_the_page_shows_texts_of_the_data_as_text(workspace, tmp_path):
+def test_the_page_shows_texts_of_the_data_as_text(workspace):
     write_jsonl(workspace / "script.jsonl", ["<script>alert('river')</script> & green", "river under stone", "seven"])
     evaluate(workspace, *text_flags(workspace / "run", workspace / "dense"), data="script.jsonl")
     page = (workspace / "results/against.html").read_text(encoding="utf-8")
@@ -212,18 +209,15 @@ def test_the_page_shows_texts_of_the_data_as_text(workspace, tmp_path):
 
 
 def test_models_with_other_tokenizers_are_compared_by_bytes(workspace):
-    texts = [json.loads(line)["text"] for line in (workspace / "held_out.jsonl").read_text().splitlines()]
-    tokenizer = train_tokenizer(texts[:20], vocab_size=300)
+    tokenizer = train_tokenizer(texts_of(workspace)[:20], vocab_size=300)
     model = toy_model(vocab_size=300)
     model.save_pretrained(workspace / "other")
     tokenizer.save_pretrained(workspace / "other")
     [record] = evaluate(workspace, *text_flags(workspace / "other", workspace / "run"))["figures"]
     assert (record["figure"], record["num_examples"]) == ("validation: bits per byte", 151)
-    results = json.loads((workspace / "results/evaluation.json").read_text())
-    assert record["first"] == pytest.approx(results["held_out"]["eval_bits_per_byte"], rel=1e-5)
+    assert record["first"] == pytest.approx(results_of(workspace)["held_out"]["eval_bits_per_byte"], rel=1e-5)
     evaluate(workspace, *text_flags(workspace / "run", workspace / "other"))
-    results = json.loads((workspace / "results/evaluation.json").read_text())
-    assert record["second"] == pytest.approx(results["held_out"]["eval_bits_per_byte"], rel=1e-5)
+    assert record["second"] == pytest.approx(results_of(workspace)["held_out"]["eval_bits_per_byte"], rel=1e-5)
 
 
 @pytest.mark.distributed
@@ -240,19 +234,16 @@ def test_two_processes_measure_what_one_measures(workspace):
         assert found[name] == pytest.approx(one[name], rel=1e-5)
 
 
-def test_mistakes_are_named_before_the_first_model_is_evaluated(workspace):
-    with pytest.raises(UserError, match="nowhere"):
+def test_a_second_model_that_is_not_there_is_noticed_before_the_first_one_is_evaluated(workspace):
+    with pytest.raises(UserError):
         evaluate(workspace, *text_flags(workspace / "run", workspace / "nowhere"))
     assert not (workspace / "results/evaluation.json").exists()
-    write_jsonl(workspace / "one.jsonl", ["river"])
-    with pytest.raises(UserError, match="no two examples in common"):
-        evaluate(workspace, *text_flags(workspace / "run", workspace / "dense"), data="one.jsonl")
 
 
 # Tasks and answers
 
 
-def test_choices_have_bits_of_the_right_answer_and_a_level_of_guessing(model, tokenizer, talker, workspace, tasks):  # noqa: F811
+def test_choices_have_bits_of_the_right_answer_and_a_level_of_guessing(model, tokenizer, talker, workspace, tasks):
     flags = ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks), "--apply_chat_template", "false"]
     content = evaluate(workspace, *text_flags(talker, talker), *flags)
     records = {record["figure"]: record for record in content["figures"]}
@@ -266,7 +257,7 @@ def test_choices_have_bits_of_the_right_answer_and_a_level_of_guessing(model, to
         nats -= log_probabilities(model, ids[:-1])[len(question) - 2 :].sum().item()
         num_bytes += len(choice.encode())
     assert records[bits]["first"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-4)
-    results = json.loads((workspace / "results/evaluation.json").read_text())["tasks"]
+    results = results_of(workspace)["tasks"]
     assert "examples" not in results["toy_choice"]
     accuracy = records["toy_choice: acc"]
     assert accuracy["first"] == pytest.approx(results["toy_choice"]["metrics"]["acc"]["value"])
@@ -292,6 +283,5 @@ def test_answers_to_questions_are_compared_with_their_loops(talker, tokenizer, w
     right, looping = figures["questions: answers right"], figures["questions: answers that loop"]
     assert (right["first"], right["second"], right["num_different"]) == (0.5, 0, 1)
     assert right["examples"][0]["text"] == "two and two?" and right["examples"][0]["answers"][0] == "It is four."
-    results = json.loads((workspace / "results/evaluation.json").read_text())
-    assert results["held_out"]["eval_recall"] == 0.5
+    assert results_of(workspace)["held_out"]["eval_recall"] == 0.5
     assert looping["first"] == 0 and right["verdict"].startswith("No more than chance")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hf_pretrain.evaluation.eval_questions import BATCH_SIZE, MAX_TOKENS, EvalQuestions
-from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import set_stop_tokens
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.evaluation_arguments import EvalQuestionArguments
@@ -57,19 +56,6 @@ def test_the_share_of_right_answers(tmp_path, model, tokenizer):
     assert "2 of 3 right at step 0, 2 at step 8" in table
     assert table.count("step 0, right") == table.count("step 8, right") == 2
     assert table.count("step 0, wrong") == 1 and all(question in table for question in QUESTIONS)
-
-
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([{"prompt": "two?"}], "has no list `states`"),
-        ([{"prompt": "two?", "states": "four"}], "has no list `states`"),
-        ([{"prompt": "two?", "states": [[]]}], "has no list `states`"),
-    ],
-)
-def test_questions_without_known_answers_are_refused(tmp_path, tokenizer, records, message):
-    with pytest.raises(UserError, match=message):
-        EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", records), tokenizer)
 
 
 def test_numbers_and_thinking(tmp_path, tokenizer):

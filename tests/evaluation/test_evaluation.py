@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.evaluation.evaluation import EvaluationArguments
-from hf_pretrain.evaluation.lm_eval_tasks import evaluate_tasks, index_tasks
+from hf_pretrain.evaluation.lm_eval_tasks import evaluate_tasks
 from hf_pretrain.loading.model import with_yarn
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.tokenizer.control_tokens import encode_documents
@@ -19,58 +18,18 @@ from hf_pretrain.training.evaluation_arguments import check_whole_model
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from recipes.evaluate import ARGUMENTS, main
+from tests.evaluation.conftest import EXAMPLES, log_probabilities
 from tests.invariants.launching import ROOT, launcher_command, start
 from tests.toys import LikeMPS, write_jsonl
 
 
 pytest.importorskip("lm_eval")
-EXAMPLES = [
-    {"question": "weather in", "choices": ["Oslo", "four", "capitals"], "label": 0, "text": "It rains in Oslo."},
-    {"question": "two and", "choices": ["Oslo", "two", "it is them"], "label": 1, "text": "two and two is four"},
-    {"question": "Answer in", "choices": ["rain", "it", "capitals"], "label": 2, "text": "HELLO AGAIN"},
-]
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {data}
-test_split: train
-output_type: {kind}
-doc_to_text: "{text}"
-doc_to_target: "{target}"
-"""
-CHOICE = 'doc_to_choice: "{{choices}}"\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n'
-ROLLING = "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]\n"
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory) -> Path:
-    """Return a directory with two task files, multiple choice and perplexity, and their examples."""
-    path = tmp_path_factory.mktemp("tasks")
-    data = path / "data.jsonl"
-    write_jsonl(data, EXAMPLES)
-    choice = TASK.format(name="toy_choice", data=data, kind="multiple_choice", text="{{question}}", target="{{label}}")
-    (path / "choice.yaml").write_text(choice + CHOICE)
-    rolling = TASK.format(name="toy_text", data=data, kind="loglikelihood_rolling", text="", target="{{text}}")
-    (path / "text.yaml").write_text(rolling + ROLLING)
-    (path / "mixed.yaml").write_text("group: toy_mixed\ntask: [toy_choice, toy_text]\n")
-    mean = "group: toy_mean\ntask: [toy_choice]\naggregate_metric_list: [{metric: acc}]\nmetadata: {version: 1}\n"
-    (path / "mean.yaml").write_text(mean)
-    return path
 
 
 @pytest.fixture(scope="module")
 def task_results(model, talker, tasks):
-    return evaluate_tasks(
-        model, load_tokenizer(talker), ["toy_choice", "toy_text"], include_path=[str(tasks)], batch_size=2
-    )
-
-
-def log_probabilities(model, ids: list[int]) -> torch.Tensor:
-    """Return the log-probability of each id except the first, given the ids before it."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    names = ["toy_mixed", "toy_mean"]
+    return evaluate_tasks(model, load_tokenizer(talker), names, include_path=[str(tasks)], batch_size=2)
 
 
 def test_multiple_choice_is_scored_after_bos(model, tokenizer, task_results):
@@ -91,17 +50,9 @@ def test_multiple_choice_is_scored_after_bos(model, tokenizer, task_results):
     assert task_results["toy_choice"]["num_examples"] == 3
 
 
-@pytest.mark.parametrize(
-    ("names", "groups"),
-    [
-        # A group without figures of its own does not stand for its tasks.
-        (["toy_mixed"], {"toy_choice": None, "toy_text": None}),
-        (["toy_mean"], {"toy_mean": None, "toy_choice": "toy_mean"}),
-    ],
-)
-def test_only_a_group_with_figures_stands_for_its_tasks(model, tokenizer, tasks, names, groups):
-    results = evaluate_tasks(model, tokenizer, names, include_path=[str(tasks)], batch_size=2)
-    assert {name: result["group"] for name, result in results.items() if result["metrics"]} == groups
+def test_only_a_group_with_figures_stands_for_its_tasks(task_results):
+    groups = {name: result["group"] for name, result in task_results.items() if result["metrics"]}
+    assert groups == {"toy_choice": None, "toy_text": None, "toy_mean": None, "toy_inner": "toy_mean"}
 
 
 def test_perplexity_counts_bos_once_and_never_as_text(model, tokenizer, task_results):
@@ -156,21 +107,17 @@ def evaluate_here(*words: str) -> None:
     main(*parse_args(*ARGUMENTS, stage="evaluate", argv=words))
 
 
-def test_a_test_file_is_evaluated_whole(model, tokenizer, talker, tmp_path):
-    texts = [example["text"] for example in EXAMPLES] * 2
-    data = write_jsonl(tmp_path / "test.jsonl", [f"{text} {number}" for number, text in enumerate(texts)])
+def test_a_test_file_is_evaluated_whole_and_tasks_beside_it(model, tokenizer, talker, tasks, tmp_path, capsys):
+    texts = [f"{example['text']} {number}" for number, example in enumerate(EXAMPLES * 2)]
     words = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--max_length", "128"]
-    with pytest.raises(ValueError, match="selects no document of .* Pass the test data as --eval_dataset_name"):
-        evaluate_here(*words, "--dataset_kind", "text", "--dataset_name", data)
-    # The talker is a chat model, so by default its data are conversations.
-    with pytest.raises(ValueError, match="no conversation: its fields are text, .* pass --dataset_kind text for text"):
-        evaluate_here(*words, "--eval_dataset_name", data)
-    evaluate_here(*words, "--dataset_kind", "text", "--eval_dataset_name", data)
-    ids = encode_documents([f"{text} {number}" for number, text in enumerate(texts)], tokenizer)
-    scores = torch.cat([log_probabilities(model, document) for document in ids])
+    words += ["--eval_dataset_name", write_jsonl(tmp_path / "test.jsonl", texts), "--dataset_kind", "text"]
+    evaluate_here(*words, "--tasks", "toy_choice,toy_text", "--include_path", str(tasks))
+    scores = torch.cat([log_probabilities(model, document) for document in encode_documents(texts, tokenizer)])
     results = json.loads((tmp_path / "evaluation.json").read_text())
     assert results["held_out"]["eval_loss"] == pytest.approx(-scores.mean().item(), rel=1e-4)
-    assert "6 documents" in results["data"]
+    assert "6 documents" in results["data"] and results["tasks"].keys() == {"toy_choice", "toy_text"}
+    bits = results["tasks"]["toy_text"]["metrics"]["bits_per_byte"]["value"]
+    assert re.search(rf"^toy_text +bits_per_byte +{bits:.4f}$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_another_scaling_of_the_positions_is_another_model(model, tokenizer, talker, tmp_path):
@@ -193,18 +140,6 @@ def test_another_scaling_of_the_positions_is_another_model(model, tokenizer, tal
         assert results["held_out"]["eval_loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_recipe_runs_tasks(run, tasks, tmp_path):
-    directory, data = run
-    arguments = ["--model_name_or_path", str(directory), "--results_dir", str(tmp_path), *data]
-    arguments += ["--tasks", "toy_choice,toy_text", "--include_path", str(tasks)]
-    result = evaluate("python", *arguments)
-    assert result.returncode == 0, result.stdout[-3000:]
-    results = json.loads((tmp_path / "evaluation.json").read_text())
-    assert results["tasks"].keys() == {"toy_choice", "toy_text"} and results["held_out"]["eval_loss"] > 0
-    bits = results["tasks"]["toy_text"]["metrics"]["bits_per_byte"]["value"]
-    assert re.search(rf"^toy_text +bits_per_byte +{bits:.4f}$", result.stdout, re.MULTILINE)
-
-
 @pytest.mark.distributed
 def test_two_processes_share_the_examples_of_tasks(talker, tasks, task_results, tmp_path):
     flags = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path), "--validation_fraction", "0"]
@@ -212,9 +147,9 @@ def test_two_processes_share_the_examples_of_tasks(talker, tasks, task_results, 
     result = evaluate("torchrun", *flags, "--bf16", "false", "--use_cpu")
     assert result.returncode == 0, result.stdout[-3000:]
     found = json.loads((tmp_path / "evaluation.json").read_text())["tasks"]
-    for name, expected in task_results.items():
+    for name in ("toy_choice", "toy_text"):
         # Bootstrapped errors depend on the order of the examples.
-        for metric, figures in expected["metrics"].items():
+        for metric, figures in task_results[name]["metrics"].items():
             assert found[name]["metrics"][metric]["value"] == pytest.approx(figures["value"], rel=1e-5)
 
 
@@ -240,37 +175,18 @@ def test_a_run_measures_tasks_with_each_evaluation_and_learns_the_same(run, talk
     assert len(figures) == 2 and figures[1] == pytest.approx(after["bits_per_byte"]["value"], rel=1e-5)
     assert all("eval_toy_choice_acc" in entry for entry in evaluations)
     assert f"toy_text_bits_per_byte {figures[1]:.4f}" in result.stdout
-    with pytest.raises(UserError, match="--eval_tasks: lm-eval has no task 'toy_chioce'; the nearest one is"):
-        index_tasks(["toy_chioce"], [str(tasks)], "--eval_tasks")
     result = start([*command, str(tmp_path / "none"), *flags, "--validation_fraction", "0"])
     assert result.returncode == 2 and "--eval_tasks runs with each evaluation, and there is none" in result.stdout
 
 
-@pytest.mark.parametrize("sizes", [{}, {"fsdp_size": 2}])
-def test_tasks_are_refused_where_a_process_holds_parts_of_the_model(tmp_path, monkeypatch, sizes):
+def test_tasks_are_refused_where_a_process_holds_parts_of_the_model(tmp_path, monkeypatch):
     args = LMTrainingArguments(str(tmp_path), use_cpu=True)
-    if sizes:
-        vars(args).update(sizes)
-    else:
+    check_whole_model(args, "--eval_tasks")
+    # `accelerate launch` sets these variables.
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(UserError):
         check_whole_model(args, "--eval_tasks")
-        # `accelerate launch` sets these variables.
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(UserError, match="--eval_tasks needs the whole model in each process"):
-        check_whole_model(args, "--eval_tasks")
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (None, {"output_dir": "nowhere"}, "nowhere holds no model to evaluate"),
-        ("me/mine", {}, "name a directory for the results with --results_dir"),
-        (None, {"limit": 0}, "--limit 0 must be above 0"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_is_loaded(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        EvaluationArguments(use_cpu=True, bf16=False, **options).find_model(name)
 
 
 def test_lm_eval_knows_the_model_type(caplog):

@@ -16,7 +16,8 @@ from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.evaluation.evaluation import GROUPS
 from hf_pretrain.evaluation.lm_eval_tasks import evaluate_tasks
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
-from tests.evaluation.test_evaluation import EXAMPLES, evaluate, tasks  # noqa: F401
+from tests.evaluation.conftest import EXAMPLES
+from tests.evaluation.test_evaluation import evaluate
 from tests.hub_server import HubServer, Repo
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.toys import write_jsonl
@@ -84,7 +85,7 @@ def test_every_task_of_the_groups_exists():
 
 
 @pytest.mark.parametrize(("is_chat", "in_parts"), [(True, False), (True, True), (False, False)])
-def test_only_a_chat_model_is_asked_in_its_template(is_chat, in_parts, talker, tasks):  # noqa: F811
+def test_only_a_chat_model_is_asked_in_its_template(is_chat, in_parts, talker, tasks):
     model, tokenizer = MiniMindForCausalLM.from_pretrained(talker).eval(), load_tokenizer(talker)
     if in_parts:
         tokenizer.chat_template = smolvlm_chat_template
@@ -103,7 +104,7 @@ def test_only_a_chat_model_is_asked_in_its_template(is_chat, in_parts, talker, t
 
 
 @pytest.mark.slow
-def test_a_model_that_was_trained_on_conversations_is_a_chat_model(talker, tasks, tmp_path):  # noqa: F811
+def test_a_model_that_was_trained_on_conversations_is_a_chat_model(talker, tasks, tmp_path):
     model = MiniMindForCausalLM.from_pretrained(talker)
     # Training on conversations turns sampling on.
     model.generation_config.do_sample = True

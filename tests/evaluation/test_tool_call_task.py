@@ -12,7 +12,6 @@ from hf_pretrain.evaluation import tool_call_task
 from hf_pretrain.evaluation.tool_call_task import _CASES, evaluate_tool_calls, format_failures
 from hf_pretrain.inference.terminal_chat import Chat
 from hf_pretrain.inference.tools import call_tool, offer_tools
-from hf_pretrain.runtime.errors import UserError
 from tests.talking import CALL, TOOL, WEATHER
 
 
@@ -125,9 +124,3 @@ def test_the_recipe_prints_the_score_and_the_failures(talker, tmp_path, monkeypa
     assert f"1 of 2 questions of tool_call failed:\n{failure}" in printed
     saved = json.loads((tmp_path / "results/evaluation.json").read_text(encoding="utf-8"))["tasks"]["tool_call"]
     assert format_failures(saved) in printed
-
-
-def test_a_tokenizer_that_recognises_no_calls_is_refused(tokenizer):
-    tokenizer.response_template = None
-    with pytest.raises(UserError, match="no tool call can be recognised"):
-        evaluate_tool_calls(ScriptedModel(tokenizer, []), tokenizer)

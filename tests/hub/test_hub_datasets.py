@@ -2,15 +2,22 @@
 
 import io
 import json
+import runpy
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfFileSystem
 
-from tests.hub_server import HubServer, Repo
-from tests.invariants.launching import ROOT, start
+from hf_pretrain.data.documents import load_documents, load_sets
+from hf_pretrain.rows.chat_arguments import ChatArguments
+from hf_pretrain.rows.reading import Reading
+from tests.hub_server import HubServer, Repo, connect
+from tests.invariants.launching import ROOT
 from tests.toys import write_jsonl
 
 
@@ -43,60 +50,55 @@ def numbered(*texts: str | None) -> bytes:
 
 
 @pytest.fixture
-def hub(hub) -> HubServer:
+def hub(hub, monkeypatch, tmp_path) -> HubServer:
     chats = parquet({"conversations": CHAT}, {"conversations": CHAT[:1]})
     repo = hub.repos["user/table"] = Repo(private=False)
     files = {"README.md": CARD, "test.parquet": numbered("never read"), "chats.parquet": chats}
     repo.commit("first", files | {"text.parquet": numbered(OLD)})
     repo.commit("second", files | {"text.parquet": numbered(TEXTS[0], None, *TEXTS[1:], TEXTS[0])})
+    connect(monkeypatch, hub.endpoint, str(tmp_path / "cache"))
+    # `datasets` has settings of its own, and its file systems remember what a Hub held.
+    for name, value in {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": False, "HF_DATASETS_CACHE": tmp_path}.items():
+        monkeypatch.setattr(datasets.config, name, value)
+    HfFileSystem.clear_instance_cache()
+    monkeypatch.chdir(tmp_path)
     return hub
 
 
 @pytest.fixture
-def data(hub, tmp_path):
+def data(hub, monkeypatch, capsys):
     """Return a function that runs `hf-pretrain data` and returns its exit status and output."""
 
-    def run(*words: str, **environment: str) -> tuple[int, str]:
-        command = [sys.executable, str(ROOT / "recipes/data.py"), *words]
-        # Two runs with another environment take less time than a parent of `tests/warm.py` for them.
-        options = {"cwd": tmp_path, "fresh": bool(environment), "PYTHONPATH": str(ROOT)}
-        result = start(command, **options, **hub.client_environment() | environment)
-        return result.returncode, result.stdout
+    def run(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["data.py", *words])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "recipes/data.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return code, "".join(capsys.readouterr())
 
     return run
-
-
-# What training reads: its documents, and the rows that it rejects.
-TRAINING = """
-import sys
-from hf_pretrain.data.documents import load_documents
-from hf_pretrain.rows.reading import Reading
-name, kind = sys.argv[1:]
-reading = Reading(kind, validation_fraction=0, max_rejected_ratio=1)
-documents, _ = load_documents([name], reading, rejected_path="rejected.jsonl")
-documents.to_json("training.jsonl", force_ascii=False)
-"""
 
 
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(("name", "schema"), [("user/table", "text"), ("user/table:chats", "conversation")])
-def test_cleaning_reads_the_rows_that_training_reads(hub, data, tmp_path, name, schema):
+@pytest.mark.parametrize(("name", "kind"), [("user/table", "text"), ("user/table:chats", "conversation")])
+def test_cleaning_reads_the_rows_that_training_reads(data, tmp_path, name, kind):
     code, output = data("clean", name, "--min_chars", "0", "--output", "clean.jsonl")
     assert code == 0, output
-    command = [sys.executable, "-c", TRAINING, name, schema]
-    result = start(command, cwd=tmp_path, PYTHONPATH=str(ROOT), **hub.client_environment())
-    assert result.returncode == 0, result.stdout
+    reading = Reading(kind, validation_fraction=0, max_rejected_ratio=1)
+    documents, _ = load_documents([name], reading, rejected_path="rejected.jsonl")
     dropped = read_lines(tmp_path / "clean.jsonl.dropped")
     bad = [(row["source"], row["line"], row["reason"].removeprefix("bad line: ")) for row in dropped]
     bad = [row for row in bad if row[2] != "exact duplicate"]
     rejected = read_lines(tmp_path / "rejected.jsonl")
     assert bad == [(row["source"], row["line"], row["reason"]) for row in rejected] and bad[0][:2] == (name, 2)
-    texts = list(dict.fromkeys(row["text"] for row in read_lines(tmp_path / "training.jsonl")))
+    texts = list(dict.fromkeys(documents["text"]))
     kept = read_lines(tmp_path / "clean.jsonl")
-    if schema == "text":
+    if kind == "text":
         assert kept == [{"number": row, "text": text} for row, text in zip((0, 2, 3), TEXTS, strict=True)]
         assert [row["text"] for row in kept] == texts
     else:
@@ -115,28 +117,18 @@ configs:
     path: test.parquet
 ---
 """
-SPLITS = """
-import json, sys
-from hf_pretrain.data.documents import load_sets
-from hf_pretrain.rows.chat_arguments import ChatArguments
-from hf_pretrain.training.training_arguments import LMTrainingArguments
-args = LMTrainingArguments(output_dir=".", use_cpu=True)
-data = ChatArguments(dataset_name=[sys.argv[1]], eval_dataset_name=sys.argv[2:])
-train, validation = load_sets(data.dataset_name, data.eval_dataset_name, data.reading(args.seed))
-print(json.dumps([list(train["text"]), {name: list(part["text"]) for name, part in validation.items()}]))
-"""
 
 
-def test_splits_are_training_and_validation_data(hub, data, tmp_path):
+def test_splits_are_training_and_validation_data(hub, data):
     chats = {name: [{"role": "user", "content": name}, *CHAT[1:]] for name in ("train", "test")}
     repo = hub.repos["user/ultrachat"] = Repo(private=False)
     files = {f"{name}.parquet": parquet({"messages": chat}) for name, chat in chats.items()}
     repo.commit("only", {"README.md": ULTRACHAT, **files})
     names = ["user/ultrachat[train_sft]", "user/ultrachat:default[test_sft]@main"]
-    environment = hub.client_environment()
-    result = start([sys.executable, "-c", SPLITS, *names], cwd=tmp_path, PYTHONPATH=str(ROOT), **environment)
+    args = ChatArguments(dataset_name=names[:1], eval_dataset_name=names[1:])
+    train, validation = load_sets(args.dataset_name, args.eval_dataset_name, args.reading(42))
     texts = {name: [json.dumps({"messages": chat})] for name, chat in chats.items()}
-    assert json.loads(result.stdout.splitlines()[-1]) == [texts["train"], {"": texts["test"]}], result.stdout
+    assert list(train["text"]) == texts["train"] and list(validation[""]["text"]) == texts["test"]
     code, output = data("inspect", names[1])
     assert code == 0 and "Records" in output, output
     code, output = data("inspect", "user/ultrachat")
@@ -169,13 +161,15 @@ def test_a_wrong_name_gives_one_line(data, name, message):
     assert message in error and len(before) == 1
 
 
-def test_without_a_connection_no_other_revision_is_read(hub, data, tmp_path):
+def test_without_a_connection_no_other_revision_is_read(hub, data, monkeypatch, tmp_path):
     first, second = (commit for commit, _ in hub.repos["user/table"].commits)
     assert data("clean", "user/table")[0] == 0
-    code, output = data("clean", f"user/table@{first}", "--output", "first.jsonl", HF_HUB_OFFLINE="1")
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    code, output = data("clean", f"user/table@{first}", "--output", "first.jsonl")
     last = output.splitlines()[-1]
     assert code == 2 and last.startswith(f"error: 'user/table@{first}' could not be loaded from the Hub"), output
     assert second in last and not (tmp_path / "first.jsonl").exists()
-    code, output = data("clean", f"user/table@{second}", "--output", "second.jsonl", HF_HUB_OFFLINE="1")
+    code, output = data("clean", f"user/table@{second}", "--output", "second.jsonl")
     assert code == 0, output
     assert (tmp_path / "second.jsonl").read_text() == (tmp_path / "clean.jsonl").read_text()

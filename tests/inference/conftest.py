@@ -19,9 +19,9 @@ def tokenizer(talker):
 
 @pytest.fixture(scope="session")
 def endless(talker, tmp_path_factory):
-    """Return the directory of a model that needs a minute for its positions, and never ends its answer."""
-    path, sizes = tmp_path_factory.mktemp("endless"), {"hidden_size": 512, "num_hidden_layers": 24}
-    sizes |= {"intermediate_size": 1408, "max_position_embeddings": 8192}
+    """Return the directory of a model that needs many seconds for its positions, and never ends its answer."""
+    path, sizes = tmp_path_factory.mktemp("endless"), {"hidden_size": 384, "num_hidden_layers": 16}
+    sizes |= {"intermediate_size": 1024, "max_position_embeddings": 8192}
     line_break = load_tokenizer(talker)("\n")["input_ids"][-1]
     save_speaker(path, talker, line_break, "so it is,", is_endless=True, **sizes)
     return path

@@ -4,7 +4,8 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_pretrain.inference import chat_page
 from hf_pretrain.inference.chat_page import escape_tags, make_page, show, to_request, unescape_tags
@@ -106,18 +107,20 @@ def test_reasoning_and_tool_calls_stand_apart_from_the_answer():
     assert show([answer(reasoning_content="I")])[0]["metadata"] == {"title": "Thinking"}
 
 
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["`", "``", "<b>", "&", "&lt;", "&amp;", "\n", " x "])).map("".join))
+def test_a_question_is_taken_back_as_it_was_typed(typed):
+    assert unescape_tags(escape_tags(typed)) == typed
+
+
+def test_tags_of_the_user_are_text():
+    """Markdown itself shows the tags in code as they are."""
+    for typed, shown in (
         ("is <b>x</b> & &lt; bold?", "is &lt;b&gt;x&lt;/b&gt; &amp; &amp;lt; bold?"),
         ("`<b>` or <b>\n```\n<i>&\n```", "`<b>` or &lt;b&gt;\n```\n<i>&\n```"),
         ("a ` <b>", "a ` &lt;b&gt;"),
-    ],
-)
-def test_tags_of_the_user_are_text(typed, shown):
-    """Markdown itself shows the tags in code as they are."""
-    assert escape_tags(typed).replace(">", "&gt;") == shown.replace(">", "&gt;")
-    assert unescape_tags(escape_tags(typed)) == typed
+    ):
+        assert escape_tags(typed).replace(">", "&gt;") == shown.replace(">", "&gt;")
 
 
 def test_an_error_is_an_answer_and_not_a_crash():

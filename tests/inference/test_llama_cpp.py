@@ -7,13 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import psutil
 import pytest
+import requests
 import torch
 from gguf import GGUFWriter
 from transformers import GenerationConfig, LogitsProcessorList
@@ -135,9 +134,7 @@ def test_threads_and_a_streamer_that_stops_early(engine, tokenizer):
 
 
 def test_other_programs_of_the_machine_get_no_answer(engine):
-    request = urllib.request.Request(f"{engine._address}/completion", b'{"prompt": [5]}')
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(request, timeout=60)
+    assert requests.post(f"{engine._address}/completion", json={"prompt": [5]}, timeout=60).status_code == 401
 
 
 def test_an_adapter_answers(model, tokenizer):
@@ -156,18 +153,9 @@ def test_an_adapter_answers(model, tokenizer):
 # What llama.cpp cannot run, or computes differently
 
 
-def large(model):
-    model.lm_head.weight.data[0, 0] = 1e6
-    return model
-
-
-def with_config(model, **fields):
-    model.generation_config.update(**fields)
-    return model
-
-
-def broken(model):
-    model.model.norm.weight.data.fill_(torch.nan)
+def changed(change, **fields):
+    model = build(**fields)
+    change(model)
     return model
 
 
@@ -177,44 +165,32 @@ SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta"
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: with_config(build(), min_p=0.9), "llama.cpp does not know min_p of the generation config"),
-        (lambda: broken(build()), "they differ by nan nats"),
+        (lambda: changed(lambda m: m.generation_config.update(min_p=0.9)), "llama.cpp does not know min_p of the"),
+        (lambda: changed(lambda m: m.model.norm.weight.data.fill_(torch.nan)), "they differ by nan nats"),
         (lambda: build(**SCALED), "scaled rotary positions"),
         (lambda: build(hidden_act="gelu"), "the activation gelu"),
-        (lambda: large(build(tie_word_embeddings=False)), "overflow float16"),
+        (lambda: changed(lambda m: m.lm_head.weight.data.mul_(1e9), tie_word_embeddings=False), "overflow float16"),
     ],
 )
 def test_transformers_generates_what_llama_cpp_cannot(make, words, capsys):
     model = make()
     assert with_engine(model, None) is model
     assert "transformers generates, which is slower" in (said := capsys.readouterr().err) and words in said
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError):
         with_engine(model, "llama.cpp")
     assert with_engine(model, "transformers") is model and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["rotated channels", "frequencies"])
-def test_other_probabilities_are_noticed(monkeypatch, kind):
-    """Without the change of the rotated channels, and with another base, the file holds another model."""
-    model = build(qk_norm=True)
-    if kind == "rotated channels":
-        monkeypatch.setattr(gguf, "is_rotated", lambda name: False)
-    else:
-        add = GGUFWriter.add_float32
-        monkeypatch.setattr(
-            GGUFWriter, "add_float32", lambda self, key, value: add(self, key, value * (1 + key.endswith("freq_base")))
-        )
-    with pytest.raises(UserError, match="llama.cpp computes other probabilities of tokens: they differ by"):
-        LlamaCppModel(model)
-
-
-def test_a_process_that_ends_is_reported(model, tokenizer):
-    engine = LlamaCppModel(model)
-    engine._process.kill()
-    with pytest.raises(ConnectionError, match="llama.cpp has ended with status -9. Start this command again."):
-        engine.generate(**prompt_of(tokenizer, SUM[:1]), max_new_tokens=9)
-    engine._stop()
-    assert engine._process.returncode == -signal.SIGKILL
+def test_other_probabilities_are_noticed(monkeypatch):
+    """Without the change of the rotated channels, or with another base, the file holds another model."""
+    model, add = build(qk_norm=True), GGUFWriter.add_float32
+    for place, change in (
+        ((gguf, "is_rotated"), lambda name: False),
+        ((GGUFWriter, "add_float32"), lambda self, key, x: add(self, key, x * (1 + key.endswith("freq_base")))),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(UserError):
+            patch.setattr(*place, change)
+            LlamaCppModel(model)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -233,8 +209,11 @@ def test_an_answer_that_breaks_off_is_no_answer(endless, is_stream):
     timer = threading.Timer(1, engine._process.kill)
     if not is_stream:
         timer.start()
-    with pytest.raises(EngineEnded, match="llama.cpp has ended with status -9."):
-        engine.generate(ids, torch.ones_like(ids), max_new_tokens=8000, streamer=Killer() if is_stream else None)
+    for streamer in (Killer() if is_stream else None, None):
+        with pytest.raises(EngineEnded):
+            engine.generate(ids, torch.ones_like(ids), max_new_tokens=8000, streamer=streamer)
+    engine._stop()
+    assert engine._process.returncode == -signal.SIGKILL
 
 
 def test_a_damaged_answer_is_no_answer(engine, tokenizer, monkeypatch):
@@ -243,7 +222,7 @@ def test_a_damaged_answer_is_no_answer(engine, tokenizer, monkeypatch):
     for rest in (b"", b'data: {"tokens": [6], "st', b'data: {"error": {"message": "Compute error"}}\n'):
         monkeypatch.setattr(HTTPConnection, "getresponse", lambda self, rest=rest: Response(body + rest))
         monkeypatch.setattr(engine._process, "wait", lambda seconds: None)
-        with pytest.raises(EngineEnded, match="llama.cpp broke off an answer: .*. Start this command again."):
+        with pytest.raises(EngineEnded):
             engine.generate(**prompt_of(tokenizer, SUM[:1]), max_new_tokens=9)
 
 
@@ -273,28 +252,19 @@ def test_a_signal_while_the_file_is_written_leaves_nothing_behind(endless, tmp_p
         assert process.returncode == -number
 
 
-def test_a_process_that_does_not_start_is_reported(model, monkeypatch, tmp_path):
-    (tmp_path / "process.py").write_text("import os; os.abort()")
-    monkeypatch.setattr("hf_pretrain.inference.llama_cpp._PROCESS", tmp_path / "process.py")
-    with pytest.raises(UserError, match="llama.cpp did not start: its process ended with status -6"):
-        LlamaCppModel(model)
-
-
-HOLD = """
-import sys, time
-from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.inference.llama_cpp import LlamaCppModel
-
-engine = LlamaCppModel(MiniMindForCausalLM.from_pretrained(sys.argv[1]).eval())
-print(engine._process.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_process_does_not_outlive_a_killed_program(talker):
-    program = [sys.executable, "-c", HOLD, str(talker)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=cpu_environment()) as holder:
-        child = psutil.Process(int(holder.stdout.readline()))
-        os.kill(holder.pid, signal.SIGKILL)
+def test_the_process_does_not_outlive_a_killed_program(model):
+    reader, writer = os.pipe()
+    holder = os.fork()
+    if not holder:
+        try:
+            engine = LlamaCppModel(model)
+            os.write(writer, str(engine._process.pid).encode())
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    child = psutil.Process(int(os.read(reader, 20)))
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
     child.wait(30)
     assert not child.is_running()

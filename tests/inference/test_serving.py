@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -16,15 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
+from hf_pretrain.inference.answers import Answer
 from hf_pretrain.inference.engine import LlamaCppEngine
 from hf_pretrain.inference.inference_arguments import load_engine
 from hf_pretrain.inference.llama_cpp import LlamaCppModel
 from hf_pretrain.inference.server_requests import MAX_BYTES
-from hf_pretrain.inference.serving import check_ports, serve_model
+from hf_pretrain.inference.serving import serve_model
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.loading.model import with_yarn
 from hf_pretrain.runtime.errors import UserError
@@ -62,29 +64,24 @@ def test_only_the_model_is_listed_and_only_on_loopback(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_stands_apart(each, stream):
-    assert texts(ask(each, SUM[:1], stream=stream), stream) == ("add them", "It is four.")
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert texts(ask(each, SUM[:1], stream=stream, extra_body=off), stream) == ("", "It is four.")
+    for options, thought in ({}, "add them"), ({"extra_body": off}, ""):
+        assert texts(ask(each, SUM[:1], stream=stream, **options), stream) == (thought, "It is four.")
 
 
-# As MiniMind's chat_api.py sends it, to a model that this machine does not have.
-API_CLIENT = {"chat_template_kwargs": {"open_thinking": True}, "reasoning_effort": "medium"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "thought"),
-    [
-        (API_CLIENT, "add them"),
+def test_minimind_clients_switch_the_reasoning_and_may_name_any_model(client):
+    # As MiniMind's chat_api.py sends it, to a model that this machine does not have.
+    api_client = {"chat_template_kwargs": {"open_thinking": True}, "reasoning_effort": "medium"}
+    for fields, thought in (
+        (api_client, "add them"),
         ({"open_thinking": True}, "add them"),
         ({"open_thinking": False}, ""),
         ({"open_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, "add them"),
         ({"chat_template_kwargs": {"open_thinking": False}}, ""),
-    ],
-)
-def test_minimind_clients_switch_the_reasoning_and_may_name_any_model(client, fields, thought):
-    options = {"model": "minimind-local:latest", "extra_body": fields, "temperature": 0}
-    answer = client.chat.completions.create(messages=SUM[:1], **options)
-    assert texts(answer, stream=False) == (thought, "It is four.")
+    ):
+        options = {"model": "minimind-local:latest", "extra_body": fields, "temperature": 0}
+        answer = client.chat.completions.create(messages=SUM[:1], **options)
+        assert texts(answer, stream=False) == (thought, "It is four."), fields
     completion = client.completions.create(model="/etc", prompt="two", max_tokens=1, temperature=0)
     # transformers before 5.24 adds the revision.
     assert {name.removesuffix("@main") for name in (answer.model, completion.model)} == {client.served}
@@ -103,22 +100,15 @@ def test_only_a_stream_ends_with_the_end_of_openai(each, stream):
     assert response.text.endswith("}\n\ndata: [DONE]\n\n") == stream
 
 
-@pytest.mark.parametrize("options", [{}, {"stream": True}])
-def test_a_tool_is_called_and_its_result_is_used(each, options):
-    answer = ask(each, WEATHER[:1], tools=[TOOL], **options)
-    if options:
-        chunks = [chunk.choices[0] for chunk in answer]
-        (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-        assert chunks[-1].finish_reason == "tool_calls"
-    else:
-        (call,) = answer.choices[0].message.tool_calls
-        assert answer.choices[0].finish_reason == "tool_calls"
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called_and_its_result_is_used(each, stream):
+    answer = ask(each, WEATHER[:1], tools=[TOOL], stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    (call,) = [call for choice in choices for call in (choice.delta if stream else choice.message).tool_calls or []]
+    assert choices[-1].finish_reason == "tool_calls"
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Oslo"}
-    messages = [
-        *WEATHER[:1],
-        {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]},
-        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
-    ]
+    called = {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]}
+    messages = [*WEATHER[:1], called, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
     assert ask(each, messages, tools=[TOOL]).choices[0].message.content == "It rains in Oslo."
 
 
@@ -139,73 +129,64 @@ def chat(**fields) -> dict:
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 LONG = "x y" * 1000
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
-    [
-        *((path, {}, 404, "This server answers") for path in ("/load_model", "/reset", "/v1/responses")),
-        *((CHAT, body, 400, "line 1 column") for body in (b"{", b"[" * 20_000, b"\xff", b'{"prompt": "\\ud83d"}')),
-        *((CHAT, body, 400, "The body: Input should be an object") for body in (b"[1]", b"NaN")),
-        (CHAT, chat(messages=[{"role": "user", "content": LONG}]), 400, "tokens, and the model has 1,024 positions"),
-        (CHAT, chat(messages=[{"role": "user", "content": LONG}], stream=True), 400, "the model has 1,024 positions"),
-        (COMPLETION, {"prompt": LONG}, 400, "tokens, and the model has 1,024 positions"),
-        (COMPLETION, {"prompt": "x" * MAX_BYTES}, 400, "bytes"),
-        (COMPLETION, b" " * 3 * MAX_BYTES, 400, "bytes"),
-        (CHAT, chat(messages=[{"role": "robot", "content": "x"}]), 400, 'the role "robot"'),
-        (CHAT, chat(messages=[{"role": "assistant", "tool_calls": [{}]}]), 400, "KeyError: 'arguments'"),
-    ],
-)
-def test_wrong_requests_are_refused_with_the_reason(client, path, body, status, words, capfd):
-    answer = post(client, path, body)
-    error = answer.json()["error"]
-    assert answer.status_code == status and words in error["message"], answer.text
-    assert error | {"message": ""} == {"message": "", "type": "invalid_request_error", "param": None, "code": None}
-    assert "Traceback" not in capfd.readouterr().err
-
-
+POSITIONS = "tokens, and the model has 1,024 positions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 BAD_PARTS = [(IMAGE, "part 1 is 'image_url'"), ({"type": "input_audio"}, "'input_audio'"), (3, "part 1 is 3")]
 
 
-def in_parts(*parts) -> dict:
-    return {"messages": [{"role": "user", "content": list(parts)}]}
+def message(content, role="user", **fields) -> dict:
+    return {"messages": [{"role": role, "content": content} | fields]}
+
+
+# The field to blame, what is sent to a chat, and words of the reason.
+FIELDS = [
+    ("messages", {"messages": []}, "at least 1 item"),
+    ("messages", {"messages": "x"}, "a valid list"),
+    ("messages[0]", {"messages": ["x"]}, ""),
+    ("messages[0].role", {"messages": [{"content": "x"}]}, "Field required"),
+    ("messages[0].content", message(0), "a valid string"),
+    *(("messages[0].content", message([{"type": "text", "text": "a"}, part]), words) for part, words in BAD_PARTS),
+    *((name, {name: 0}, "greater than or equal to 1") for name in ("max_tokens", "max_completion_tokens")),
+    *(("max_tokens", {"max_tokens": value}, "integer") for value in (1.5, "7", True)),
+    *(("temperature", {"temperature": value}, "") for value in ("hot", -1, 1000, True, [1])),
+    ("top_p", {"top_p": 2}, "less than or equal to 1"),
+    ("frequency_penalty", {"frequency_penalty": -1}, "greater than -1"),
+    ("seed", {"seed": 10**20}, ""),
+    ("stream", {"stream": "yes"}, "boolean"),
+    ("stop", {"stop": list("abcde")}, "at most 4 items"),
+    *(("stop[0]", {"stop": [value]}, "") for value in (3, "", "x" * 201)),
+    ("tools", {"tools": "x"}, "a valid list"),
+    *((name, {name: 2}, "not permitted") for name in ("n", "logprobs", "top_logprobs", "tool_choice")),
+    ("response_format", {"response_format": {"type": "json_object"}}, "not permitted"),
+    # A client's own template or settings could keep the server busy for ever.
+    ("generation_config", {"generation_config": '{"num_beams": 500}'}, "not permitted"),
+    *((name, {name: "{{ messages }}"}, "not permitted") for name in ("chat_template", "num_beams")),
+    ("open_thinking", {"open_thinking": "no"}, "a valid boolean"),
+    ("chat_template_kwargs", {"chat_template_kwargs": "x"}, ""),
+    ("chat_template_kwargs.chat_template", {"chat_template_kwargs": {"chat_template": "x"}}, "not permitted"),
+]
 
 
 @pytest.mark.parametrize(
-    ("param", "fields", "words"),
+    ("path", "body", "param", "words"),
     [
-        ("messages", {"messages": []}, "at least 1 item"),
-        ("messages", {"messages": "x"}, "a valid list"),
-        ("messages[0]", {"messages": ["x"]}, ""),
-        ("messages[0].role", {"messages": [{"content": "x"}]}, "Field required"),
-        ("messages[0].content", {"messages": [{"role": "user", "content": 0}]}, "a valid string"),
-        *(("messages[0].content", in_parts({"type": "text", "text": "a"}, part), words) for part, words in BAD_PARTS),
-        *((name, {name: 0}, "greater than or equal to 1") for name in ("max_tokens", "max_completion_tokens")),
-        *(("max_tokens", {"max_tokens": value}, "integer") for value in (1.5, "7", True)),
-        *(("temperature", {"temperature": value}, "") for value in ("hot", -1, 1000, True, [1])),
-        ("top_p", {"top_p": 2}, "less than or equal to 1"),
-        ("frequency_penalty", {"frequency_penalty": -1}, "greater than -1"),
-        ("seed", {"seed": 10**20}, ""),
-        ("stream", {"stream": "yes"}, "boolean"),
-        ("stop", {"stop": list("abcde")}, "at most 4 items"),
-        *(("stop[0]", {"stop": [value]}, "") for value in (3, "", "x" * 201)),
-        ("tools", {"tools": "x"}, "a valid list"),
-        *((name, {name: 2}, "not permitted") for name in ("n", "logprobs", "top_logprobs", "tool_choice")),
-        ("response_format", {"response_format": {"type": "json_object"}}, "not permitted"),
-        # A client's own template or settings could keep the server busy for ever.
-        ("generation_config", {"generation_config": '{"num_beams": 500}'}, "not permitted"),
-        *((name, {name: "{{ messages }}"}, "not permitted") for name in ("chat_template", "num_beams")),
-        ("open_thinking", {"open_thinking": "no"}, "a valid boolean"),
-        ("chat_template_kwargs", {"chat_template_kwargs": "x"}, ""),
-        ("chat_template_kwargs.chat_template", {"chat_template_kwargs": {"chat_template": "x"}}, "not permitted"),
+        *((path, {}, None, "This server answers") for path in ("/load_model", "/reset", "/v1/responses")),
+        *((CHAT, body, None, "line 1 column") for body in (b"{", b"[" * 20_000, b"\xff", b'{"prompt": "\\ud83d"}')),
+        *((CHAT, body, None, "The body: Input should be an object") for body in (b"[1]", b"NaN")),
+        *((CHAT, message(LONG) | {"stream": stream}, None, POSITIONS) for stream in (False, True)),
+        (COMPLETION, {"prompt": LONG}, None, POSITIONS),
+        *((COMPLETION, body, None, "bytes") for body in ({"prompt": "x" * MAX_BYTES}, b" " * 3 * MAX_BYTES)),
+        (CHAT, message("x", "robot"), None, 'the role "robot"'),
+        (CHAT, message("", "assistant", tool_calls=[{}]), None, "KeyError: 'arguments'"),
+        *((CHAT, chat(**fields), param, words) for param, fields, words in FIELDS),
     ],
 )
-def test_a_field_that_the_server_cannot_honour_is_named(client, param, fields, words, capfd):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="x", extra_body=fields, messages=SUM[:1])
-    assert caught.value.param == param and caught.value.type == "invalid_request_error"
-    assert caught.value.body["message"].startswith(f"{param}: ") and words in caught.value.body["message"]
+def test_a_wrong_request_is_refused_with_its_field_and_the_reason(client, path, body, param, words, capfd):
+    answer = post(client, path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == (404 if path not in (CHAT, COMPLETION) else 400) and words in error["message"]
+    assert error | {"message": ""} == {"message": "", "type": "invalid_request_error", "param": param, "code": None}
+    assert error["message"].startswith(f"{param}: " if param else "")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -251,26 +232,39 @@ def speaking(request, talker, tmp_path_factory) -> Iterator[openai.OpenAI]:
         yield found
 
 
+def until(stops: list[str]) -> str:
+    return min([SAID, *(SAID.partition(stop)[0] for stop in stops)], key=len)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(talker):
+    return load_tokenizer(talker)
+
+
+# Within a token, at its ends, over several tokens, parts of a letter's tokens, and never.
+STOPS = st.tuples(st.integers(0, len(SAID) - 1), st.integers(1, 9), st.sampled_from(["", "", "x"]))
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(st.lists(STOPS.map(lambda part: SAID[part[0] : part[0] + part[1]] + part[2]), max_size=4))
+def test_a_text_ends_before_the_first_stop_string(tokenizer, stops):
+    """OpenAI: the returned text will not contain the stop sequence."""
+    ids = tokenizer(SAID, add_special_tokens=False)["input_ids"]
+    config = GenerationConfig(max_new_tokens=len(ids))
+    answer = Answer(tokenizer, [], config, seed=None, stops=stops, has_special_tokens=False)
+    pieces = []
+    for token in ids:
+        pieces.append(answer.add(token))
+        if answer.has_stopped:
+            break
+    assert "".join([*pieces, answer.rest()]) == answer.whole() == until(stops)
+    assert answer.has_stopped == (until(stops) != SAID)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_ends_before_the_first_stop_string(speaking, stream):
-    """OpenAI: the returned text will not contain the stop sequence."""
-    # Within a token, at its ends, over several tokens, parts of a letter's tokens, never, and all but the last letter.
-    stops = [
-        ["hy"],
-        ["rain"],
-        ["W"],
-        ["n</think>I"],
-        [" is,s"],
-        ["é"],
-        ["€😀"],
-        ["😀 ", "y?"],
-        ["."],
-        ["nothing", "so"],
-    ]
-    for stop in [*stops, ["nothing"], ["rainy", "It isn't"], [".."], ["so.x"], [], "is", ["s", " is"]]:
-        expected = min(
-            [SAID, *(SAID.partition(each)[0] for each in ([stop] if isinstance(stop, str) else stop))], key=len
-        )
+    for stop in (["n</think>I"], ["é"], ["nothing", "so"], ["rainy", "so.x"], [], "is"):
+        expected = until([stop] if isinstance(stop, str) else stop)
         options = {"prompt": "\n", "temperature": 0, "stop": stop, "stream": stream}
         answer = speaking.completions.create(model="x", **options)
         pieces = [part.choices[0] for part in (answer if stream else [answer])]
@@ -285,11 +279,11 @@ def test_an_answer_ends_before_the_first_stop_string(speaking, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_limit_of_an_answer_is_no_stop_string(speaking, stream):
     """The stop string ends with the fifth token: <think> W h y ?."""
-    for limit, stop, text, reason in [
+    for limit, stop, text, reason in (
         (4, "y?", "Why", "length"),
         (5, "y?", "Wh", "stop"),
         (5, "y? ", "Why?", "length"),
-    ]:
+    ):
         options = {"prompt": "\n", "temperature": 0, "max_tokens": limit, "stop": stop, "stream": stream}
         answer = speaking.completions.create(model="x", **options)
         *pieces, last = answer if stream else [answer]
@@ -297,17 +291,19 @@ def test_the_limit_of_an_answer_is_no_stop_string(speaking, stream):
         assert (last.choices[0].finish_reason, last.usage.completion_tokens) == (reason, limit)
 
 
+# Without the stop token.
+ENDLESS = {"logit_bias": {"2": -100}}
+
+
 def test_an_answer_ends_where_the_positions_do(each):
     """Otherwise it would continue past the rotary table, and end in an error. The toy model has 1,024 positions."""
-    body = {"prompt": "x y" * 300, "temperature": 50, "max_tokens": 5000}
-    lengths = [post(each, COMPLETION, body).json()["usage"]["total_tokens"] for _ in range(3)]
-    assert max(lengths) <= 1024
+    answer = ask(each, message("x y" * 250)["messages"], max_tokens=5000, extra_body=ENDLESS)
+    assert answer.usage.total_tokens == 1024
 
 
 def test_a_short_answer_does_not_wait_for_a_long_one(client):
-    endless = {"max_tokens": 900, "extra_body": {"logit_bias": {"2": -100}}}
     with ThreadPoolExecutor() as threads:
-        long = threads.submit(ask, client, SUM[:1], **endless)
+        long = threads.submit(ask, client, SUM[:1], max_tokens=900, extra_body=ENDLESS)
         while not long.running():
             time.sleep(0.01)
         answers = [ask(client, SUM[:1], max_tokens=30).choices[0].message.content for _ in range(2)]
@@ -332,31 +328,31 @@ def test_a_server_whose_engine_is_killed_says_so(endless):
         assert send(client, "/health").json() == {"status": "ok"}
         (engine,) = set(psutil.Process().children()) - others
         whole = threads.submit(ask, client, SUM[:1], max_tokens=8000)
-        with pytest.raises(openai.APIError, match="llama.cpp has ended with status -9"):
+        with pytest.raises(openai.APIError) as broken:
             for number, _ in enumerate(ask(client, SUM[:1], stream=True, max_tokens=8000)):
                 if number == 20:
                     engine.kill()
-        with pytest.raises(openai.InternalServerError, match="llama.cpp has ended with status -9") as caught:
+        with pytest.raises(openai.InternalServerError) as refused:
             whole.result()
-        assert caught.value.status_code == 503
+        assert refused.value.status_code == 503
+        assert all("llama.cpp has ended with status -9" in str(each.value) for each in (broken, refused))
         for answer in (send(client, "/health"), post(client, CHAT, chat(stream=True)), post(client, CHAT, chat())):
             assert answer.status_code == 503 and "[DONE]" not in answer.text
             assert answer.json()["error"]["type"] == "server_error"
 
 
-def test_a_stream_that_breaks_off_has_no_end(endless, monkeypatch):
+def test_a_stream_that_breaks_off_has_no_end(client, monkeypatch):
     """Each line is JSON, also if the error has quotes."""
 
     def fail(self, **_):
         yield {"tokens": [5], "stop": False}
         raise RuntimeError('no "memory"')
 
-    with served(str(endless)) as client:
-        monkeypatch.setattr(LlamaCppModel, "_post", fail)
-        answer = post(client, COMPLETION, {"prompt": "\n", "stream": True})
-        *_, last = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
-        assert last["error"]["message"] == 'The request cannot be answered: RuntimeError: no "memory"'
-        assert answer.status_code == 200 and "finish_reason" not in answer.text
+    monkeypatch.setattr(LlamaCppModel, "_post", fail)
+    answer = post(client, COMPLETION, {"prompt": "\n", "stream": True})
+    *_, last = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert last["error"]["message"] == 'The request cannot be answered: RuntimeError: no "memory"'
+    assert answer.status_code == 200 and "finish_reason" not in answer.text
 
 
 @pytest.mark.slow
@@ -413,36 +409,34 @@ def prompts(monkeypatch) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["bos", "no bos", "bos of its own"])
-def test_a_text_begins_as_in_training(talker, tmp_path, prompts, kind):
-    """A Llama's tokenizer adds bos itself, a Qwen's has none."""
+def generated(model, tokenizer, ids: list[int], **options) -> str:
+    """Return the greedy text of transformers. Bytes that are no letter are left out, as in a stream."""
+    new = model.generate(input_ids=torch.tensor([ids]), do_sample=False, **options)[0, len(ids) :]
+    return tokenizer.decode(new, skip_special_tokens=True).replace("\ufffd", "")
+
+
+def test_a_text_begins_with_one_bos_as_in_training(talker, tmp_path, prompts):
+    """A Llama's tokenizer adds bos itself."""
     shutil.copytree(talker, tmp_path, dirs_exist_ok=True)
     tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer("two and", add_special_tokens=False)["input_ids"]
-    expected = ids if kind == "no bos" else [tokenizer.bos_token_id, *ids]
-    if kind == "no bos":
-        tokenizer.bos_token = None
-    elif kind == "bos of its own":
-        special = [("<|im_start|>", tokenizer.bos_token_id)]
-        processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=special)
-        tokenizer.backend_tokenizer.post_processor = processor
-        assert tokenizer("two and")["input_ids"] == expected
+    special = [("<|im_start|>", tokenizer.bos_token_id)]
+    expected = [tokenizer.bos_token_id, *tokenizer("two and", add_special_tokens=False)["input_ids"]]
+    processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    assert tokenizer("two and")["input_ids"] == expected
     tokenizer.save_pretrained(tmp_path)
-    model = MiniMindForCausalLM.from_pretrained(tmp_path)
-    new = model.generate(input_ids=torch.tensor([expected]), max_new_tokens=8, do_sample=False)[0, len(expected) :]
+    text = generated(MiniMindForCausalLM.from_pretrained(tmp_path), tokenizer, expected, max_new_tokens=8)
     prompts.clear()
     with served(str(tmp_path)) as client:
         for stream in (False, True):
             options = {"prompt": "two and", "max_tokens": 8, "temperature": 0, "stream": stream}
             answer = client.completions.create(model="x", **options)
-            text = "".join(part.choices[0].text for part in (answer if stream else [answer]))
-            # Bytes that are no letter are left out of a stream.
-            assert text.replace("\ufffd", "") == tokenizer.decode(new, skip_special_tokens=True).replace("\ufffd", "")
+            found = "".join(part.choices[0].text for part in (answer if stream else [answer]))
+            assert found.replace("\ufffd", "") == text
     assert prompts == [expected] * 2
 
 
-def test_a_conversation_is_encoded_as_by_transformers_and_control_tokens_of_users_are_text(client, talker, prompts):
-    tokenizer = load_tokenizer(talker)
+def test_a_conversation_is_encoded_as_by_transformers_and_control_tokens_of_users_are_text(client, tokenizer, prompts):
     messages, options = [*CHINESE, *SUM[:1]], {"add_generation_prompt": True, "return_dict": False}
     ask(client, messages, tools=[TOOL], max_tokens=1)
     assert prompts == [tokenizer.apply_chat_template(messages, tools=[TOOL], **options)]
@@ -494,21 +488,19 @@ def test_other_hosts_and_origins_are_refused(client, host, origin, is_refused):
 # The recipe
 
 
-def test_the_positions_of_the_served_model_are_extended(talker):
-    config, tokenizer = with_yarn(MiniMindConfig.from_pretrained(talker), "1024:4"), load_tokenizer(talker)
-    model = MiniMindForCausalLM.from_pretrained(talker, config=config)
-    ids = [tokenizer.bos_token_id, *tokenizer("x y" * 1000, add_special_tokens=False)["input_ids"]]
-    new = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, len(ids) :]
+def test_the_positions_of_the_served_model_are_extended(talker, tokenizer):
+    config = with_yarn(MiniMindConfig.from_pretrained(talker), "1024:4")
+    ids = [tokenizer.bos_token_id, *tokenizer(LONG, add_special_tokens=False)["input_ids"]]
     with served(str(talker), rope_scaling="1024:4") as client:
-        answer = client.completions.create(model="x", prompt="x y" * 1000, max_tokens=4, temperature=0)
+        answer = client.completions.create(model="x", prompt=LONG, max_tokens=4, temperature=0)
     assert answer.usage.prompt_tokens == len(ids) > 1024
-    expected = tokenizer.decode(new, skip_special_tokens=True).replace("\ufffd", "")
+    expected = generated(MiniMindForCausalLM.from_pretrained(talker, config=config), tokenizer, ids, max_new_tokens=4)
     assert answer.choices[0].text.replace("\ufffd", "") == expected
 
 
 @pytest.mark.parametrize("kind", ["gguf", "adapter", "llama"])
-def test_files_of_other_programs_and_adapters_are_served(talker, tmp_path, kind):
-    model, tokenizer = MiniMindForCausalLM.from_pretrained(talker), load_tokenizer(talker)
+def test_files_of_other_programs_and_adapters_are_served(talker, tokenizer, tmp_path, kind):
+    model = MiniMindForCausalLM.from_pretrained(talker)
     path = tmp_path / "model.gguf" if kind == "gguf" else tmp_path
     if kind == "adapter":
         # Its tokenizer is that of the base model.
@@ -523,44 +515,16 @@ def test_files_of_other_programs_and_adapters_are_served(talker, tmp_path, kind)
         assert [answer.model, *(model.id for model in client.models.list())] == [str(path)] * 2
 
 
-def test_a_model_that_cannot_be_converted_is_served_by_transformers(talker, tmp_path):
-    tokenizer = load_tokenizer(talker)
+def test_a_model_that_cannot_be_converted_is_served_by_transformers(tokenizer, tmp_path):
     config = GPT2Config(vocab_size=len(tokenizer), n_positions=256, n_embd=32, n_layer=2, n_head=2)
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with served(str(tmp_path)) as client:
         answer = client.completions.create(model="x", prompt="two and two", max_tokens=8, temperature=0)
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer("two and two", add_special_tokens=False)["input_ids"]]])
-    new = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
-    assert answer.choices[0].text == tokenizer.decode(new, skip_special_tokens=True)
-    for options in ({"engine": "llama.cpp"}, {"rope_scaling": "1024:4"}):
-        with pytest.raises(UserError, match="cannot be converted|no generation of MiniMind has these names"):
-            load_engine(str(tmp_path), **options)
-
-
-def test_mistakes_are_reported_before_a_model_is_loaded(talker, tmp_path, monkeypatch, capsys):
-    for path in talker.iterdir():
-        if path.name != "chat_template.jinja":
-            (tmp_path / path.name).symlink_to(path)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = str(listener.getsockname()[1])
-        name = ["--model_name_or_path", str(talker)]
-        for words, message in (
-            (["--tools", "calculator"], "--tools needs the chat page"),
-            ([*name, "--port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
-            (["--web", *name, "--web_port", port], f"error: Port {port} of 127.0.0.1 cannot be used"),
-            (["--web", *name, "--port", "8031", "--web_port", "8031"], "error: Port 8031 of"),
-            (["--web", "--model_name_or_path", str(tmp_path)], "has no chat template"),
-        ):
-            monkeypatch.setattr(sys, "argv", ["serve.py", *words])
-            with pytest.raises(SystemExit):
-                runpy.run_path(str(ROOT / "recipes/serve.py"), run_name="__main__")
-            assert message in capsys.readouterr().err, words
-    with pytest.raises(UserError, match="Port 8033 of localhost cannot be used"):
-        check_ports("localhost", [8033, 8033])
+    ids = [tokenizer.bos_token_id, *tokenizer("two and two", add_special_tokens=False)["input_ids"]]
+    expected = generated(model, tokenizer, ids, max_new_tokens=8)
+    assert answer.choices[0].text.replace("\ufffd", "") == expected
 
 
 # uvicorn ends its thread by `sys.exit`.
@@ -571,7 +535,7 @@ def test_a_served_model_answers_at_once_or_the_command_ends(talker):
     server = serve_model(str(talker), **options)
     # A client that does not try again.
     socket.create_connection(("127.0.0.1", port)).close()
-    with pytest.raises(UserError, match="The server has ended. Its message stands above"):
+    with pytest.raises(UserError):
         serve_model(str(talker), **options)
     server.stop()
 
