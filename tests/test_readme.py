@@ -39,7 +39,7 @@ PAGES = sorted(
 )
 PROGRAMS = "make hf-pretrain python torchrun deepspeed accelerate sbatch pip hf pre-commit".split()
 # Programs that every system has.
-SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker head wait".split()
+SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker head wait ls grep".split()
 # The files that a guide shows in full, as ```python my_reward.py.
 SHOWN = re.compile(r"^```\w+ (\S+)$", re.MULTILINE)
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
