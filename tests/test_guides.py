@@ -36,7 +36,7 @@ def run_block(code: str, folder: Path, environment: dict[str, str]) -> list[str]
     lines = [line for line in code.splitlines() if not line.startswith(ELSEWHERE)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     result = subprocess.run(
-        ["bash", "-e", "-c", "\n".join(lines)], cwd=folder, env=environment, text=True, timeout=900, **streams
+        ["bash", "-e", "-c", "\n".join(lines)], cwd=folder, env=environment, text=True, timeout=1700, **streams
     )
     assert result.returncode == 0, f"{code}\n{result.stdout[-6000:]}"
     return [re.sub(r"\S*/bin/", "", line).rstrip() for line in result.stdout.splitlines()]
