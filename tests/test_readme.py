@@ -34,10 +34,14 @@ from tests.toys import toy_model, write_jsonl
 pytestmark = pytest.mark.documents
 
 READMES = ("README.md", "README_zh.md")
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for folder in ("", "docs/", "docs/guides/") for path in ROOT.glob(f"{folder}*.md")
+)
 PROGRAMS = "make hf-pretrain python torchrun deepspeed accelerate sbatch pip hf pre-commit".split()
 # Programs that every system has.
-SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker".split()
+SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker head wait ls grep".split()
+# The files that a guide shows in full, as ```python my_reward.py.
+SHOWN = re.compile(r"^```\w+ (\S+)$", re.MULTILINE)
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
 PLACEHOLDERS = re.compile(r"[<…]|\.\.\.")
 
@@ -51,7 +55,10 @@ def commands(page: str) -> tuple[str, ...]:
     """Return the lines of all bash blocks, and all other inline code that begins with a known program."""
     lines = [line for block in code_blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     found = [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
-    prose = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = {f"python {name}" for name in SHOWN.findall(text)}
+    found = [command for command in found if command not in shown]
+    prose = re.sub(r"(?ms)^```.*?^```", "", text)
     codes = [code for code in re.findall(r"`([^`\n]+)`", prose) if not PLACEHOLDERS.search(code)]
     found += [shlex.join(shlex.split(code)) for code in codes if code.split()[0] in PROGRAMS and " " in code.strip()]
     return tuple(dict.fromkeys(found))
@@ -105,7 +112,7 @@ def check_command(words: list[str]) -> None:
 def check(command: str) -> None:
     """Raise `AssertionError` or `SystemExit` if `command` names a file, flag, target or extra that does not exist."""
     # The shell reads what follows a redirection.
-    words = list(takewhile(lambda word: word not in ("2>&1", "|"), shlex.split(command)))
+    words = list(takewhile(lambda word: word not in ("2>&1", "|", "&"), shlex.split(command)))
     while re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
     for match in REPOSITORY.finditer(command):
