@@ -26,33 +26,25 @@ class EvalQuestions(AddedFigures):
             texts, or of lists of texts of which one suffices. A right answer contains them all, in any case.
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]): the tokenizer of the run.
         enable_thinking (`bool`, *optional*): with or without reasoning, as in the training.
-        flag (`str`): the flag that names the file, for messages.
-        figure (`str`): the name of the share in the log.
 
     Raises:
         `UserError`: for a record without a prompt or without `states`.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        enable_thinking: bool | None = None,
-        flag: str = "eval_questions",
-        figure: str = "eval_recall",
-    ):
+    # The flag that names the file, the share in the log, and the title in the report.
+    flag, figure, title = "eval_questions", "eval_recall", "Questions"
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerFast, *, enable_thinking: bool | None = None):
         super().__init__(self.ask, prints=True)
-        self.figure, self.title = figure, "Questions" if flag == "eval_questions" else "General questions"
         self.prompts = read_prompts(
             Path(path), tokenizer, encoding="utf-8", max_tokens=MAX_PROMPT_TOKENS, enable_thinking=enable_thinking
         )
         self.tokenizer = tokenizer
         for record, _ in self.prompts:
             if not (states := record.get("states")) or not isinstance(states, list) or [] in states:
-                raise UserError(f"--{flag} {path}: {record} has no list `states` of what a right answer says.")
+                raise UserError(f"--{self.flag} {path}: {record} has no list `states` of what a right answer says.")
         if not self.prompts:
-            raise UserError(f"--{flag} {path} holds no question.")
+            raise UserError(f"--{self.flag} {path} holds no question.")
         # The step and the answers of each evaluation.
         self.step = 0
         self.answers: list[tuple[int, list[str]]] = []
@@ -91,6 +83,12 @@ class EvalQuestions(AddedFigures):
                 f"  step {end}, {marks[is_right]}: {_line(after)}",
             ]
         return "\n".join(lines)
+
+
+class GeneralQuestions(EvalQuestions):
+    """The questions whose answers a training should keep. Trainer warns of two callbacks of one class."""
+
+    flag, figure, title = "general_questions", "eval_general_recall", "General questions"
 
 
 def _says(answer: str, states: Sequence[Any]) -> bool:

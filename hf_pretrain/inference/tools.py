@@ -14,10 +14,13 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers.utils import get_json_schema
+
+import hf_pretrain_cli
 
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
@@ -158,8 +161,9 @@ def load_object(name: str, *, flag: str, known: Iterable[str] = ()) -> Any:
     # A leading dot would be relative to a package.
     if not colon or module_name.startswith(".") or not module_name:
         check_word(flag, name, [*known, "module.path:function"])
-    # Python adds the directory of the script (recipes/) to `sys.path`, but not the current directory.
-    # Append it, so that a user's file cannot shadow an installed package.
+    # Python puts the directory of the script first, where a user's `reward.py` would be the recipe of this name.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != hf_pretrain_cli.RECIPES.resolve()]
+    # It does not add the current directory. Append it, so that a user's file cannot shadow an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -68,11 +68,11 @@ class EvalQuestionArguments:
 
     def callbacks(self, tokenizer: PreTrainedTokenizerFast, enable_thinking: bool | None = None) -> list[Any]:
         """Return the [`~evaluation.eval_questions.EvalQuestions`] of each file."""
-        figures = {"eval_questions": "eval_recall", "general_questions": "eval_general_recall"}
+        classes = {"eval_questions": "EvalQuestions", "general_questions": "GeneralQuestions"}
         return [
-            load_named("hf_pretrain.evaluation.eval_questions:EvalQuestions")(
-                path, tokenizer, enable_thinking=enable_thinking, flag=name, figure=figure
+            load_named(f"hf_pretrain.evaluation.eval_questions:{classes[name]}")(
+                path, tokenizer, enable_thinking=enable_thinking
             )
-            for name, figure in figures.items()
+            for name in classes
             if (path := vars(self)[name]) is not None
         ]

@@ -77,6 +77,8 @@ def test_each_file_has_a_figure_of_its_own(tmp_path, tokenizer):
     ]
     arguments = EvalQuestionArguments(eval_questions=paths[0], general_questions=paths[1])
     model, asked = toy_model(vocab_size=400).eval(), arguments.callbacks(tokenizer)
+    # Trainer warns of two callbacks of one class.
+    assert len({type(each) for each in asked}) == 2
     figures = {name: value for each in asked for name, value in each.ask(model).items()}
     assert figures == {"eval_recall": 0.0, "eval_general_recall": 1.0}
     assert [each.format_table().split(":")[0].strip() for each in asked] == ["Questions", "General questions"]
