@@ -20,7 +20,6 @@ import torch
 from hf_pretrain import MiniMindConfig, MiniMindForCausalLM
 from hf_pretrain.model.presets import PRESETS
 from hf_pretrain.training.measurements import PEAK_FLOPS_PER_SECOND, flops_per_token
-from hf_pretrain.training.micro_batch import activation_bytes_per_token
 
 
 RECORD = json.loads(Path(__file__).with_name("results").joinpath("step-nvidia-h200.json").read_text(encoding="utf-8"))
@@ -63,14 +62,22 @@ def products_ms(model: MiniMindForCausalLM) -> float:
     return 1000 * flops_per_token(model) * STEP_TOKENS / RECORD["gemm_flops_per_second"]
 
 
+def moved_bytes_per_token(model: MiniMindForCausalLM) -> int:
+    """Return a bound of the bytes that the layers of a dense model write for a token."""
+    config = model.config
+    per_layer = 6 * config.intermediate_size + 18 * config.hidden_size
+    keys = config.num_key_value_heads * config.head_dim
+    return config.num_hidden_layers * (per_layer + 8 * keys) + 24 * config.hidden_size
+
+
 def rest_ms(model: MiniMindForCausalLM) -> float:
     """
     Return the time of the rest of a step on the H200, which moves memory: that of 26M is the measured time of the GPU
-    without the products, and others differ by the bytes that a token keeps for the backward pass.
+    without the products, and others differ by the bytes that a token moves.
     """
     small = build("26M")
     rest = RECORD["profile of ours, compiled"]["device_ms"] - products_ms(small)
-    return rest * activation_bytes_per_token(model.config) / activation_bytes_per_token(small.config)
+    return rest * moved_bytes_per_token(model) / moved_bytes_per_token(small)
 
 
 def host_ms(num_layers: int) -> float:

@@ -4,8 +4,8 @@ What takes the memory of a training run on a GPU, as arithmetic. docs/memory.md 
     python -m benchmarks.memory
     python -m benchmarks.memory --rows 8 --max_length 512
 
-No figure is measured; `--dry_run` measures a run. Bytes of trained weights and of activations are those of
-`--fit_micro_batch` (`hf_pretrain/training/micro_batch.py`), for bfloat16, AdamW and compiled layers.
+No figure is measured; `--dry_run` measures a run. The arithmetic is the estimate of `--fit_micro_batch`
+(`hf_pretrain/training/micro_batch.py`), for bfloat16, AdamW and compiled layers.
 """
 
 import argparse
@@ -16,14 +16,10 @@ from typing import Any
 import torch
 
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.model.loss import MAX_LOGITS, MIN_CHUNK
-from hf_pretrain.training.micro_batch import _BYTES_PER_PARAMETER, activation_bytes_per_token
+from hf_pretrain.training.micro_batch import Weights, activation_bytes, cache_bytes, loss_bytes, needed_bytes
 
 
 GIB = 2**30
-# bitsandbytes, NF4 with double quantization: 4 bits, a scale of 8 bits for 64 weights, and one in float32 for 256
-# scales.
-BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def shape(
@@ -65,96 +61,41 @@ def adapter_size(model: MiniMindForCausalLM, rank: int = 16) -> int:
     return sum(rank * sum(parameter.shape) for parameter in linear_parameters(model))
 
 
-def trained_bytes(count: float) -> float:
-    """Weights, gradients and AdamW's two moments in float32, and the copy of the weights in bfloat16."""
-    return _BYTES_PER_PARAMETER * count
+def frozen(model: MiniMindForCausalLM, *, in_4bit: bool = False) -> Weights:
+    """Return the weights of a model with an adapter."""
+    quantized = sum(parameter.numel() for parameter in linear_parameters(model)) if in_4bit else 0
+    return Weights(adapter_size(model), model.num_parameters() - quantized, quantized)
 
 
-def frozen_bytes(count: float) -> float:
-    """Weights in float32, and their copies in bfloat16, which the backward pass of an adapter needs."""
-    return 6 * count
-
-
-def reference_bytes(count: float) -> float:
-    """Weights in float32. Without a backward pass, the copy of a layer in bfloat16 is freed after the layer."""
-    return 4 * count
-
-
-def activation_bytes(config: MiniMindConfig, tokens: int, *, is_checkpointed: bool = False) -> float:
-    """
-    What stays between forward and backward. With `--activation_checkpointing`, that is the input of each layer in
-    float32, and the activations of the one layer whose backward pass runs.
-    """
-    kept, ends = activation_bytes_per_token(config), 24 * config.hidden_size
-    if not is_checkpointed:
-        return tokens * kept
-    one_layer = (kept - ends) / config.num_hidden_layers
-    return tokens * (ends + one_layer + 4 * config.hidden_size * config.num_hidden_layers)
-
-
-def logits_bytes(config: MiniMindConfig, tokens: int) -> float:
-    """A chunk of logits and its gradient in bfloat16 (`MAX_LOGITS` in `hf_pretrain/model/loss.py`)."""
-    return 4 * config.vocab_size * min(tokens, max(MIN_CHUNK, MAX_LOGITS[0] // config.vocab_size))
-
-
-def head_bytes(config: MiniMindConfig, *, copies: int = 2) -> float:
-    """
-    The gradient of a trained output head in float32, beside the one that accumulates: computed with the loss, and then
-    multiplied by the gradient of the loss. TRL's head has one copy.
-    """
-    return 4 * copies * config.vocab_size * config.hidden_size
-
-
-def trl_logits_bytes(config: MiniMindConfig, tokens: int) -> float:
-    """TRL's tile of logits in bfloat16, of DPO and GRPO: at most 4,096 tokens and 32,768 logits each."""
-    return 2 * min(tokens, 4096) * min(config.vocab_size, 32768)
-
-
-def cache_bytes(config: MiniMindConfig, tokens: int) -> float:
-    """Keys and values of all layers in bfloat16, while GRPO generates."""
-    return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
+def with_reference(model: MiniMindForCausalLM) -> Weights:
+    """Return all weights, trained, and those of a reference model or a teacher of the same size."""
+    return Weights(model.num_parameters(), reference=model.num_parameters())
 
 
 def full(model: MiniMindForCausalLM, tokens: int) -> float:
-    config = model.config
-    head = logits_bytes(config, tokens) + head_bytes(config)
-    return trained_bytes(model.num_parameters()) + activation_bytes(config, tokens) + head
+    return needed_bytes(model.config, Weights(model.num_parameters()), tokens)
 
 
 def lora(model: MiniMindForCausalLM, tokens: int) -> float:
-    config, weights = model.config, frozen_bytes(model.num_parameters()) + trained_bytes(adapter_size(model))
-    return weights + activation_bytes(config, tokens) + logits_bytes(config, tokens)
+    return needed_bytes(model.config, frozen(model), tokens)
 
 
 def qlora(model: MiniMindForCausalLM, tokens: int) -> float:
-    """As LoRA, with 4 bits instead of 6 bytes for each weight of a linear layer."""
-    count = sum(parameter.numel() for parameter in linear_parameters(model))
-    return lora(model, tokens) - frozen_bytes(count) + BYTES_PER_4BIT_WEIGHT * count
+    return needed_bytes(model.config, frozen(model, in_4bit=True), tokens)
 
 
 def dpo(model: MiniMindForCausalLM, tokens: int) -> float:
-    """All weights and a reference model. A row is a pair of two sequences."""
-    config, count, both = model.config, model.num_parameters(), 2 * tokens
-    weights = trained_bytes(count) + reference_bytes(count)
-    head = trl_logits_bytes(config, both) + head_bytes(config, copies=1)
-    return weights + activation_bytes(config, both) + head
+    """A row is a pair of two sequences."""
+    return needed_bytes(model.config, with_reference(model), 2 * tokens, head="trl", mask_length=1024)
 
 
 def grpo(model: MiniMindForCausalLM, tokens: int, *, num_generations: int = 8) -> float:
-    """All weights and a reference model, and the larger of the micro-batch and the cache of the rollouts."""
-    config, count = model.config, model.num_parameters()
-    head = trl_logits_bytes(config, tokens) + head_bytes(config, copies=1)
-    training = activation_bytes(config, tokens) + head
-    weights = trained_bytes(count) + reference_bytes(count)
-    return weights + max(training, cache_bytes(config, num_generations * tokens))
+    cached_tokens, weights = num_generations * tokens, with_reference(model)
+    return needed_bytes(model.config, weights, tokens, head="trl", mask_length=1024, cached_tokens=cached_tokens)
 
 
 def distillation(model: MiniMindForCausalLM, tokens: int) -> float:
-    """
-    All weights and a teacher of the same size. The chunk holds gradients, logits and log-probabilities of both models
-    in float32 as well, and the products of the divergence.
-    """
-    return full(model, tokens) + reference_bytes(model.num_parameters()) + 7 * logits_bytes(model.config, tokens)
+    return needed_bytes(model.config, with_reference(model), tokens, head="teacher")
 
 
 METHODS: dict[str, Callable[[MiniMindForCausalLM, int], float]] = {
@@ -180,20 +121,23 @@ def methods_table(tokens: int) -> list[str]:
 
 
 def parts(name: str, tokens: int) -> dict[str, float]:
-    """Return the parts of the memory of one model in bytes, each by the function that computes it."""
+    """Return the parts of the memory of one model in bytes, by the rows of the table in docs/memory.md."""
     model = build(name)
     config, count = model.config, model.num_parameters()
+    alone = {head: loss_bytes(config, tokens, head, trains_head=False) for head in ("own", "teacher", "trl")}
     return {
-        "trained_bytes": trained_bytes(count),
-        "frozen_bytes": frozen_bytes(count),
-        "reference_bytes": reference_bytes(count),
-        "adapter": trained_bytes(adapter_size(model)),
-        "activation_bytes": activation_bytes(config, tokens),
-        "checkpointed": activation_bytes(config, tokens, is_checkpointed=True),
-        "logits_bytes": logits_bytes(config, tokens),
-        "head_bytes": head_bytes(config),
-        "trl_logits_bytes": trl_logits_bytes(config, tokens),
-        "cache_bytes": cache_bytes(config, 8 * tokens),
+        "trained": 18 * count,
+        "frozen": 6 * count,
+        "adapter": 18 * adapter_size(model),
+        "reference": 4 * count,
+        "activations": activation_bytes(config, tokens),
+        "masked": activation_bytes(config, tokens, mask_length=1024),
+        "recomputed": activation_bytes(config, tokens, recomputes=True),
+        "logits": alone["own"],
+        "gradient": 4 * config.vocab_size * config.hidden_size,
+        "tile": alone["trl"],
+        "teacher": alone["teacher"],
+        "cache": cache_bytes(config, 8 * tokens),
     }
 
 
@@ -201,16 +145,15 @@ def remedies(name: str, rows: int, max_length: int) -> dict[str, float]:
     """Return the memory in bytes of a run that trains all weights, and with each remedy."""
     model, tokens = build(name), rows * max_length
     config, count = model.config, model.num_parameters()
-    kept = activation_bytes(config, tokens) - activation_bytes(config, tokens, is_checkpointed=True)
     return {
         "none": full(model, tokens),
         "rows": full(model, max_length),
-        "--activation_checkpointing": full(model, tokens) - kept,
+        "--activation_checkpointing": needed_bytes(config, Weights(count), tokens, recomputes=True),
         "--max_length": full(model, tokens // 2),
         "--use_peft": lora(model, tokens),
         "--load_in_4bit": qlora(model, tokens),
         # DeepSpeed holds weights and gradients in bfloat16; moments and weights in float32 are in the CPU's memory.
-        "zero2_offload": full(model, tokens) - trained_bytes(count) + 4 * count,
+        "zero2_offload": full(model, tokens) - 14 * count,
     }
 
 

@@ -18,7 +18,6 @@ class Stage(NamedTuple):
         result_flag (`str`): the flag of the next stage that takes its model.
         loss_unit (`str`, *optional*): the unit of its loss; `None` for nats per token.
         trains_on_text (`bool`): whether its data are texts, by default, so that it gives a base model.
-        fits_micro_batch (`bool`): whether the estimate of memory holds for its loss.
         teaches (`bool`): whether it teaches a published chat model more.
         figures (`tuple[str, ...]`): further figures of its evaluations.
         extra (`str`, *optional*): the extra of pyproject.toml that it needs.
@@ -32,7 +31,6 @@ class Stage(NamedTuple):
     result_flag: str = "--model_name_or_path"
     loss_unit: str | None = None
     trains_on_text: bool = False
-    fits_micro_batch: bool = False
     teaches: bool = False
     figures: tuple[str, ...] = ()
     extra: str | None = None
@@ -41,8 +39,8 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "pretrain": Stage(None, "sft", "pretraining", trains_on_text=True, fits_micro_batch=True),
-    "sft": Stage("pretrain", "dpo", "fine-tuning on conversations", fits_micro_batch=True, teaches=True),
+    "pretrain": Stage(None, "sft", "pretraining", trains_on_text=True),
+    "sft": Stage("pretrain", "dpo", "fine-tuning on conversations", teaches=True),
     "dpo": Stage("sft", "grpo", "tuning on preferences (DPO)", loss_unit="DPO", extra="trl"),
     "reward": Stage("sft", "grpo", "training of a reward model", "--rewards", loss_unit="per pair", extra="trl"),
     "distill": Stage("sft", "dpo", "distillation from {}", figures=("kl",)),

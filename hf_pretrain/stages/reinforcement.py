@@ -179,6 +179,12 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         return self.algorithm == "grpo" and (self.loss_type == "bnpo" or uses_entropy)
 
     @property
+    def fixes_micro_batch(self) -> bool:
+        # Checkpoints between two generations hold micro-batches, and vLLM in this process takes a share of the memory.
+        per_step = self.steps_per_generation * self.num_iterations == self.gradient_accumulation_steps
+        return not per_step or (self.use_vllm and self.vllm_mode == "colocate")
+
+    @property
     def method(self) -> str:
         """Name of the algorithm, and of its loss if it has several, for messages and the model card."""
         return "rloo" if self.algorithm == "rloo" else f"{self.algorithm}, {self.loss_type} loss"

@@ -73,8 +73,9 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
                 name, share = mixed_in
                 argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
             defaults = [*_yaml_to_argv(parser, config, content, typed), "--config", config]
-        if _MICRO_BATCH_FLAGS & given:
-            defaults.append("--fit_micro_batch=false")
+        if "fit_micro_batch" in typed:
+            is_typed = bool(_MICRO_BATCH_FLAGS & given)
+            defaults.insert(len(defaults) if is_typed else 0, f"--fit_micro_batch={not is_typed}")
         argv = argv if typed.model_preset != "auto" else [*argv, "--preset", preset]
     return parser.parse(defaults + argv)
 

@@ -161,11 +161,14 @@ def _settle_steps(args: LMTrainingArguments, data: "PreparedData | TrainerData",
 def _settle_micro_batch(run: "Run", data: "PreparedData | TrainerData", model: PreTrainedModel) -> None:
     """Replace rows per micro-batch and their number by what fits into the GPUs, with the same rows per step."""
     args = run.args
-    chosen = choose_micro_batch(run, model, data.train, data.collator)
+    chosen = choose_micro_batch(run, model, data)
     if chosen is None:
         return
     size, accumulation, free = chosen
     args.per_device_train_batch_size, args.gradient_accumulation_steps = size, accumulation
+    if "steps_per_generation" in vars(args):
+        # The completions of a step are generated at once.
+        args.steps_per_generation = accumulation
 
     def record() -> None:
         text = f"{size} rows per micro-batch, {accumulation} micro-batches per step and process"

@@ -70,8 +70,8 @@ class LMTrainingArguments(TrainingArguments):
     optim: str = flag(None, f"An optimizer of transformers, not Muon. AdamW is {TrainingArguments.default_optim}.")
     fit_micro_batch: bool = ignored_flag(
         False,
-        "On CUDA, choose the largest micro-batch that fits, at the same rows per step. On in the presets' "
-        "pretraining, unless you pass a batch size or an accumulation.",
+        "On CUDA, choose the largest micro-batch that fits, at the same rows per step. Recipes turn it on, unless you "
+        "pass a batch size or an accumulation.",
     )
     dry_run: bool = ignored_flag(False, "Train four steps, print the plan of the run, and stop.")
     price_per_hour: float | None = ignored_flag(None, "Price of an hour of all devices, for the plan of --dry_run.")
@@ -268,6 +268,11 @@ class LMTrainingArguments(TrainingArguments):
     @property
     def loss_depends_on_micro_batch(self) -> bool:
         """Whether the loss depends on the rows per device, not only on the rows of a step. Stages override it."""
+        return False
+
+    @property
+    def fixes_micro_batch(self) -> bool:
+        """Whether a run depends on the rows per device beside its loss. Stages override it."""
         return False
 
     @property
