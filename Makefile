@@ -51,7 +51,7 @@ LAUNCH := $(if $(GPUS),--nproc $(GPUS)) $(if $(LAUNCHER),--launcher $(LAUNCHER))
   $(if $(CONFIG),--config $(CONFIG),--preset $(PRESET)) $(if $(filter cpu,$(DEVICE)),--use_cpu)
 
 # Extras of pyproject.toml that single stages need.
-$(shell sed -n '/extra="trl"/s/^ *"\([a-z]*\)".*/\1/p' hf_pretrain/runtime/stages.py): $(VENV)/.installed-trl
+$(shell awk -F'"' '/^    "/ { stage = $$2 } /extra="trl"/ { print stage }' hf_pretrain/runtime/stages.py): $(VENV)/.installed-trl
 serve: $(VENV)/.installed-$(if $(findstring --web,$(ARGS)),web,serve)
 board: $(VENV)/.installed-web
 # Of the tasks, tool_call alone needs no lm-eval.

@@ -18,6 +18,7 @@ from ..loading.adapters import base_model_of, is_adapted
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.loss import MAX_LOGITS, MIN_CHUNK
 from ..rows.collators import DataCollatorForPackedRows
+from ..runtime.stages import STAGES, Stage
 from .optimizers import OPTIMIZERS, is_matrix_of_muon
 from .training_arguments import LMTrainingArguments
 
@@ -36,10 +37,6 @@ BYTES_PER_4BIT_WEIGHT = 0.5 + 1 / 64 + 4 / (64 * 256)
 # For each logit of a chunk: logits, their gradient and a temporary tensor in bfloat16. With a teacher, logits,
 # log-probabilities and gradients of both models in float32, and the products of the divergence.
 _BYTES_PER_LOGIT = {"own": 6, "teacher": 30}
-# What computes the loss of a stage, by its name: our head, also beside a teacher, TRL's head, or one without logits.
-_HEADS = {"pretrain": "own", "sft": "own", "distill": "teacher", "dpo": "trl", "grpo": "trl", "reward": "score"}
-# Stages whose rows are pairs of two sequences.
-_PAIRS = ("dpo", "reward")
 
 
 class Weights(NamedTuple):
@@ -195,15 +192,16 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
             [`~training.settling.settle`].
         data ([`~rows.preparation.PreparedData`] or [`~training.settling.TrainerData`]): the data of the run.
     """
-    args, stage, config = run.args, run.facts.recipe, base_model_of(model).config
+    args, config = run.args, base_model_of(model).config
     is_estimated = args.device.type == "cuda" and args.compiles_layers and args.bf16 and not args.fixes_micro_batch
     if not (args.fit_micro_batch and is_estimated) or depends_on_micro_batch(args, config):
         return None
-    length = _row_length(args, data, stage in _PAIRS)
+    stage = STAGES[run.facts.recipe]
+    length = _row_length(args, data, stage)
     # The descriptions of tools lengthen prompts.
     has_tools = any(vars(part).get("tools") for part in run.others)
-    head, weights, recomputes = _HEADS[stage], _count_weights(args, model), args.activation_checkpointing
-    if length is None or has_tools or not _is_measured(model, weights, is_plain=head == "own", recomputes=recomputes):
+    weights, recomputes, is_plain = _count_weights(args, model), args.activation_checkpointing, stage.head == "own"
+    if length is None or has_tools or not _is_measured(model, weights, is_plain=is_plain, recomputes=recomputes):
         return None
     # A quantized model is on the GPU already, as a teacher is, which the estimate leaves out.
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cuda")
@@ -212,24 +210,24 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
 
     def needed(size: int) -> float:
         options = {"mask_length": 0 if args.has_masked_loss else length, "recomputes": recomputes}
-        options |= {"head": head, "cached_tokens": rows * length if stage == "grpo" else 0}
-        tokens = size * length * (2 if stage in _PAIRS else 1)
+        options |= {"head": stage.head, "cached_tokens": rows * length if stage.generates else 0}
+        tokens = size * length * stage.num_sequences
         return needed_bytes(config, weights, tokens, accumulates=size < rows, **options)
 
     size = fitting_micro_batch(needed, rows=rows, free=free)
     return size, rows // size, free
 
 
-def _row_length(args: LMTrainingArguments, data: Any, are_pairs: bool) -> int | None:
+def _row_length(args: LMTrainingArguments, data: Any, stage: Stage) -> int | None:
     """Return the largest number of tokens of a row, or of each sequence of a pair; `None` if it is unknown."""
     if not isinstance(data.train, Dataset):
         return None
     if isinstance(data.collator, DataCollatorForPackedRows):
         return data.collator.max_length
     given = vars(args)
-    if are_pairs:
+    if stage.num_sequences > 1:
         return given["max_length"]
-    if "prompt" not in data.train.column_names or not given.get("max_completion_length"):
+    if not stage.generates or not given["max_completion_length"]:
         return None
     # Characters stand for tokens: rendering all prompts takes long.
     longest = max(data.train["prompt"], key=lambda prompt: len(str(prompt)))
