@@ -29,7 +29,7 @@ from ..rows.unigram import unigram_loss
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import NATS
-from ..runtime.command_line import is_lack_of_memory, print_result
+from ..runtime.command_line import announce, is_lack_of_memory, print_result
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.named import load_named
@@ -152,6 +152,7 @@ def begin_run(recipe: str, *arguments: Any, detail: str = "", loss_unit: str | N
     (args,) = (part for part in arguments if isinstance(part, LMTrainingArguments))
     others = [part for part in arguments if part is not args]
     _check_arguments(args, others)
+    announce_first_message(args)
     bases = [part.model_name_or_path for part in others if isinstance(part, ModelArguments)]
     stage = STAGES[recipe]
     facts = RunFacts(stage.method.format(detail), recipe, base_model=bases[0])
@@ -175,6 +176,12 @@ def begin_run(recipe: str, *arguments: Any, detail: str = "", loss_unit: str | N
     # Reseed: launchers consume different amounts of randomness.
     set_seed(args.seed)
     return run
+
+
+def announce_first_message(args: LMTrainingArguments) -> None:
+    """Say what to do if the ranks hang when they first exchange data, as on some machines with consumer cards."""
+    if args.world_size > 1 and args.device.type == "cuda":
+        announce(f"connecting {args.world_size} GPUs (if nothing follows, stop, and export NCCL_P2P_DISABLE=1)")
 
 
 def _clear_and_record(run: Run) -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
 from hf_pretrain.training.launch import complete_fsdp_args
 from hf_pretrain.training.measurements import Throughput
+from hf_pretrain.training.run import announce_first_message
 from tests.hub_server import TOKEN, HubServer, connect
 from tests.invariants.launching import start
 
@@ -192,3 +194,9 @@ def test_the_pusher_waits_for_the_push_in_progress_and_pushes_the_newest(tmp_pat
         (repo,) = server.repos.values()
         assert [message for _, message in repo.commits][-2:] == ["Step 1", "Step 3"]
         assert "checkpoint-3/manifest.json" in repo.files
+
+
+@pytest.mark.parametrize(("size", "device", "says"), [(2, "cuda", True), (1, "cuda", False), (2, "cpu", False)])
+def test_several_gpus_say_what_to_do_if_they_hang(capsys, size, device, says):
+    announce_first_message(SimpleNamespace(world_size=size, device=torch.device(device)))
+    assert ("NCCL_P2P_DISABLE=1" in capsys.readouterr().err) is says
