@@ -290,8 +290,8 @@ def test_make_runs_two_processes(toys, one_process, launcher):
     assert "2 process(es) on CPU" in result.stdout
     if launcher != "accelerate":
         started = (r"\$ .*", r"\S*python hf_pretrain_cli.py .*", r"make.*: (Entering|Leaving) directory.*")
-        # Another test may build the same kernel.
-        check_lines(result.stdout, *started, r"DeepSpeed \S+ built successfully", r"Waiting for \S+/lock\. .*")
+        # Another test may build the same kernel. Two ranks may write into one line, and leave the next one empty.
+        check_lines(result.stdout, *started, r"(DeepSpeed \S+ built successfully)*", r"Waiting for \S+/lock\. .*")
     assert losses(toys / name) == pytest.approx(one_process, abs=2e-4)
 
 
