@@ -73,9 +73,9 @@ def _end_workers_with_this_process() -> None:
 
     parents: list[int] = []
 
-    def watch() -> None:
+    def watch(parent: int) -> None:
         # The operating system gives an orphan another parent. No portable signal reports that, so poll.
-        while os.getppid() == parents[-1]:
+        while os.getppid() == parent:
             time.sleep(1)
         # `sys.exit` in a thread would end only that thread.
         os._exit(1)
@@ -83,5 +83,6 @@ def _end_workers_with_this_process() -> None:
     os.register_at_fork(
         # Before the fork: the parent may be killed before its child asks for it.
         before=lambda: parents.append(os.getpid()),
-        after_in_child=lambda: threading.Thread(target=watch, daemon=True).start(),
+        # A child that forks itself adds to its own copy of the list.
+        after_in_child=lambda: threading.Thread(target=watch, args=(parents[-1],), daemon=True).start(),
     )

@@ -177,3 +177,23 @@ def test_a_worker_whose_parent_is_killed_at_once_ends():
         finally:
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
+
+
+# A worker forks a process of its own, and works on for longer than its parent is looked at.
+FORKING = """
+import os, time
+from hf_pretrain.rows.caching import count_processes
+count_processes(10**6, 2)
+if worker := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+if child := os.fork():
+    os.waitpid(child, 0)
+    time.sleep(2.5)
+os._exit(7)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_worker_that_forks_works_on():
+    assert subprocess.run([sys.executable, "-c", FORKING], timeout=120).returncode == 7
