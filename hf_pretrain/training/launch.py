@@ -23,6 +23,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import logging
 
+from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.ranks import leave_process_group, remove_allreduce_buffers
 
@@ -200,6 +201,12 @@ def start_cpu_ranks(args: Any) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     # Unlike NCCL, gloo lets a rank leave alone, as after an exception.
     atexit.register(leave_process_group)
+
+
+def announce_first_message(args: Any) -> None:
+    """Say what to do if the ranks hang when they first exchange data, as on some machines with consumer cards."""
+    if args.world_size > 1 and args.device.type == "cuda":
+        announce(f"connecting {args.world_size} GPUs (if nothing follows, stop, and export NCCL_P2P_DISABLE=1)")
 
 
 def name_compile_locks() -> None:

@@ -29,7 +29,7 @@ from ..rows.unigram import unigram_loss
 from ..run_directory.directory import RunDirectory
 from ..run_directory.facts import RunFacts
 from ..run_directory.metrics import NATS
-from ..runtime.command_line import announce, is_lack_of_memory, print_result
+from ..runtime.command_line import is_lack_of_memory, print_result
 from ..runtime.devices import describe_found
 from ..runtime.errors import UserError
 from ..runtime.named import load_named
@@ -49,6 +49,7 @@ from .callbacks import (
 )
 from .deepspeed_support import import_deepspeed_late
 from .dry_run import format_plan
+from .launch import announce_first_message
 from .optimizers import OPTIMIZERS, describe_own_optimizer
 from .reporting import report
 from .resuming import checkpoint_to_resume, is_resumed
@@ -154,9 +155,8 @@ def begin_run(recipe: str, *arguments: Any, detail: str = "", loss_unit: str | N
     _check_arguments(args, others)
     announce_first_message(args)
     bases = [part.model_name_or_path for part in others if isinstance(part, ModelArguments)]
-    stage = STAGES[recipe]
-    facts = RunFacts(stage.method.format(detail), recipe, base_model=bases[0])
-    facts.loss_unit = loss_unit or stage.loss_unit or NATS
+    method, unit = STAGES[recipe].method.format(detail), loss_unit or STAGES[recipe].loss_unit or NATS
+    facts = RunFacts(method, recipe, base_model=bases[0], loss_unit=unit)
     planned_dir, writes = args.output_dir, not (args.dry_run or args.preview)
     if not writes:
         if not (is_resumed(args) or args.preview):
@@ -176,12 +176,6 @@ def begin_run(recipe: str, *arguments: Any, detail: str = "", loss_unit: str | N
     # Reseed: launchers consume different amounts of randomness.
     set_seed(args.seed)
     return run
-
-
-def announce_first_message(args: LMTrainingArguments) -> None:
-    """Say what to do if the ranks hang when they first exchange data, as on some machines with consumer cards."""
-    if args.world_size > 1 and args.device.type == "cuda":
-        announce(f"connecting {args.world_size} GPUs (if nothing follows, stop, and export NCCL_P2P_DISABLE=1)")
 
 
 def _clear_and_record(run: Run) -> None:

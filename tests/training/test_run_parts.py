@@ -19,9 +19,8 @@ from hf_pretrain.checkpoints.writer import CheckpointWriter
 from hf_pretrain.hub.pushing import HubPusher, create_repository
 from hf_pretrain.runtime.signals import SignalListener
 from hf_pretrain.runtime.writing import ASIDE
-from hf_pretrain.training.launch import complete_fsdp_args
+from hf_pretrain.training.launch import announce_first_message, complete_fsdp_args
 from hf_pretrain.training.measurements import Throughput
-from hf_pretrain.training.run import announce_first_message
 from tests.hub_server import TOKEN, HubServer, connect
 from tests.invariants.launching import start
 
