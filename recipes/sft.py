@@ -14,12 +14,13 @@ docs/launching.md lists; `--help-all` prints all flags.
 """
 
 from hf_pretrain import MaskedLossTrainer
-from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
+from hf_pretrain.loading.adapters import AdapterArguments, KeepingArguments, add_adapter
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.chat_arguments import ChatArguments
 from hf_pretrain.rows.preparation import load_rows
 from hf_pretrain.runtime.command_line import one_line_errors, print_result
+from hf_pretrain.runtime.named import load_named
 from hf_pretrain.training.evaluation_arguments import EvalQuestionArguments, EvalTaskArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.run import begin_run, train
@@ -27,20 +28,22 @@ from hf_pretrain.training.training_arguments import SFTTrainingArguments
 
 
 ARGUMENTS = (
-    *(ModelArguments, AdapterArguments, ChatArguments, EvalTaskArguments, EvalQuestionArguments),
-    SFTTrainingArguments,
+    *(ModelArguments, AdapterArguments, KeepingArguments),
+    *(ChatArguments, EvalTaskArguments, EvalQuestionArguments, SFTTrainingArguments),
 )
 
 
 def main(
     model_args: ModelArguments,
     adapter_args: AdapterArguments,
+    keeping_args: KeepingArguments,
     data_args: ChatArguments,
     task_args: EvalTaskArguments,
     question_args: EvalQuestionArguments,
     training_args: SFTTrainingArguments,
 ):
-    run = begin_run("sft", training_args, model_args, adapter_args, data_args, task_args, question_args)
+    others = (model_args, adapter_args, keeping_args, data_args, task_args, question_args)
+    run = begin_run("sft", training_args, *others)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     rows = load_rows(data_args, training_args, tokenizer)
     # Without --use_peft, `add_adapter` returns the model unchanged.
@@ -48,7 +51,10 @@ def main(
     run.callbacks += task_args.callbacks(training_args, rows)
     questions = question_args.callbacks(tokenizer, data_args.enable_thinking)
     run.callbacks += questions
-    train(run, rows, model, MaskedLossTrainer)
+    term = None
+    if keeping_args.kl_to_base:
+        term = load_named("hf_pretrain.stages.kl_to_base:BaseTerm")(model, keeping_args, training_args)
+    train(run, rows, model, MaskedLossTrainer, term=term)
     for each in questions if training_args.process_index == 0 else ():
         print_result(each.format_table())
 

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from torch import tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer
 
+from hf_pretrain.loading.adapters import KeepingArguments
 from hf_pretrain.model.loss import masked_cross_entropy, whole_loss
 from hf_pretrain.model.router_loss import find_documents
 from hf_pretrain.stages.distillation import DistillationArguments
@@ -124,6 +126,30 @@ def distillation(term, scope) -> dict:
     return results
 
 
+class Table(Teacher):
+    """A model whose logits depend on the last token alone."""
+
+    def __init__(self, rows: torch.Tensor):
+        torch.nn.Module.__init__(self)
+        self.table = torch.nn.Embedding.from_pretrained(rows)
+
+    def forward(self, input_ids, **inputs):
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+def kl_to_base(term, scope) -> dict:
+    # The answer follows the id 1, and the prompt the id 0.
+    model = get_peft_model(Table(scope["base"][[1, 0, 0]]), LoraConfig(target_modules=["table"]))
+    inputs = {"input_ids": tensor([[1, 0, 2]]), "labels": tensor([[1, 0, -100]])}
+    inputs["loss_mask"] = torch.cat([tensor([9.0]), scope["w"]])[None]
+    args = SimpleNamespace(bf16=False, fp16=False)
+    loss = term(model.train(), KeepingArguments(kl_to_base=scope["share"]), args)(inputs)
+    # The last position predicts nothing.
+    logits = torch.cat([scope["model"], torch.zeros(1, 3)])[None]
+    parts = whole_loss(logits, inputs["labels"], token_loss=loss, loss_mask=inputs["loss_mask"])
+    return {"loss": parts.loss, "cross_entropy": parts.ce_loss, "term": parts.token_loss}
+
+
 def bare(trainer_class: type, **attributes):
     """Return a trainer of TRL without its constructor, with what its loss reads."""
     trainer = object.__new__(trainer_class)
@@ -219,6 +245,7 @@ FUNCTIONS = {
     "hf_pretrain.training.step_loss.count_step": step,
     "hf_pretrain.model.router_loss.router_loss": router,
     "hf_pretrain.stages.distillation.TeacherTerm": distillation,
+    "hf_pretrain.stages.kl_to_base.BaseTerm": kl_to_base,
     "trl.DPOTrainer.compute_loss": preferences,
     "trl.RewardTrainer.compute_loss": reward_model,
     "trl.GRPOTrainer._generate_and_score_completions": group_advantages,

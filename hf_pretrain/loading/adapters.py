@@ -24,7 +24,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError, needing_extra
-from ..runtime.flags import content_flag
+from ..runtime.flags import check_flags, content_flag
 from ..runtime.json_files import read_json
 from ..runtime.named import load_named
 from ..runtime.names import is_path, may_be_checkpoint
@@ -69,6 +69,21 @@ class AdapterArguments:
     def __post_init__(self):
         if self.load_in_4bit and not self.use_peft:
             raise UserError("--load_in_4bit freezes the model, so nothing would be trained: add --use_peft.")
+
+
+@dataclass
+class KeepingArguments:
+    """What an adapter keeps of its base model."""
+
+    kl_to_base: float = content_flag(
+        0.0,
+        "With an adapter, the share of KL(base model || model) in the loss: it keeps what the labels do not train, "
+        "prompts and answers with a weight below 1 (docs/stages.md).",
+        bounds="at least 0 and below 1",
+    )
+
+    def __post_init__(self):
+        check_flags(self)
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -58,7 +58,7 @@ METRICS = (
     # No headline: it is the exponential of the loss, and the progress line is short.
     Metric("eval_perplexity", "perplexity", is_headline=False),
     Metric("eval_bits_per_byte", "bits per byte"),
-    Metric("eval_kl", "KL divergence from the teacher", NATS),
+    Metric("eval_kl", "KL divergence from the teacher or base model", NATS),
     Metric("eval_rewards/accuracies", "reward accuracy", lower_is_better=False),
     Metric("eval_accuracy", "pairs ranked correctly", lower_is_better=False),
     Metric("eval_reward", "mean reward", lower_is_better=False),

@@ -101,6 +101,72 @@ def check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, teacher_tokenizer:
             )
 
 
+def ask(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], tokens: torch.Tensor | slice, dtype: torch.dtype
+) -> Callable[[slice], torch.Tensor]:
+    """
+    Ask a model about a micro-batch, without gradients.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): neither wrapped nor sharded.
+        inputs (`dict[str, torch.Tensor]`): the micro-batch.
+        tokens (`torch.LongTensor` or `slice`): index among its `batch_size * seq_len` tokens.
+        dtype (`torch.dtype`): dtype of the matrix products.
+
+    Returns:
+        `Callable`: takes an index of some of `tokens`, and returns their logits, `(num_tokens, vocab_size)`.
+    """
+    names = ["input_ids", "position_ids", "attention_mask"]
+    is_ours = isinstance(model, MiniMindForCausalLM)
+    if is_ours:
+        # Without them, a MiniMind model would read the documents from the positions, and wait for the device.
+        names += ["cu_seq_lens_q", "max_length_q"]
+    given = {name: inputs[name] for name in names if name in inputs}
+    with torch.no_grad(), torch.autocast(model.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        if not is_ours:
+            # Others may scale or cap their logits, so these are computed whole.
+            logits = model(**given, use_cache=False).logits.flatten(0, 1)[tokens]
+            return lambda part: logits[part]
+        states = model.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)[tokens]
+        # Cast once, not once per chunk.
+        states, matrix = states.to(dtype), model.lm_head.weight.to(dtype)
+        return lambda part: states[part] @ matrix.T
+
+
+def divergence_loss(
+    tokens: torch.Tensor | slice,
+    weights: torch.Tensor,
+    other_logits: Callable[[slice], torch.Tensor],
+    *,
+    share: float,
+    temperature: float = 1.0,
+    kl: str = "forward",
+) -> TokenLoss:
+    """
+    Return `temperature ** 2 * sum of w * KL` of one micro-batch, in nats, for the model to compute.
+
+    Args:
+        tokens, share: as in [`~model.loss.TokenLoss`].
+        weights (`torch.Tensor` of shape `(num_tokens,)`): the weight of each of `tokens`.
+        other_logits (`Callable`): the result of [`ask`] for the other model.
+        temperature, kl: as in [`DistillationArguments`].
+    """
+
+    def divergence(logits: torch.Tensor, part: slice) -> torch.Tensor:
+        with torch.no_grad():
+            other = other_logits(part)
+        # Output heads may be wider than the tokenizer, and differ in width.
+        vocab_size = min(logits.shape[-1], other.shape[-1])
+        # (num_tokens, vocab_size)
+        own, other = ((each[:, :vocab_size].float() / temperature).log_softmax(dim=-1) for each in (logits, other))
+        p, q = (other, own) if kl == "forward" else (own, other)
+        # KL(p || q) per token, (num_tokens,)
+        divergences = (p.exp() * (p - q)).sum(dim=-1)
+        return temperature**2 * (divergences * weights[part]).sum()
+
+    return TokenLoss(tokens, divergence, share)
+
+
 class TeacherTerm:
     """
     The KL term of the loss described above ([`~training.step_loss.Term`]), which asks the teacher about each
@@ -125,48 +191,11 @@ class TeacherTerm:
         # As the student's forward pass.
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
-    @torch.no_grad()
-    def _ask(self, inputs: dict[str, torch.Tensor], tokens: torch.Tensor | slice) -> Callable[[slice], torch.Tensor]:
-        """
-        Ask the teacher about a micro-batch. Return a function that takes an index of some of the tokens `tokens` and
-        returns the teacher's logits, `(num_tokens, vocab_size)`.
-        """
-        names = ["input_ids", "position_ids", "attention_mask"]
-        is_ours = isinstance(self.teacher, MiniMindForCausalLM)
-        if is_ours:
-            # Without them, a MiniMind teacher would read the documents from the positions, and wait for the device.
-            names += ["cu_seq_lens_q", "max_length_q"]
-        given = {name: inputs[name] for name in names if name in inputs}
-        with torch.autocast(self.teacher.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            if not is_ours:
-                # Others may scale or cap their logits, so these are computed whole.
-                logits = self.teacher(**given, use_cache=False).logits.flatten(0, 1)[tokens]
-                return lambda part: logits[part]
-            states = self.teacher.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)[tokens]
-        # Cast once, not once per chunk.
-        states, matrix = states.to(self.dtype), self.teacher.lm_head.weight.to(self.dtype)
-        return lambda part: states[part] @ matrix.T
-
     def __call__(self, inputs: dict[str, torch.Tensor]) -> TokenLoss:
-        """Return `temperature ** 2 * sum of w * KL` of one micro-batch, in nats, for the model to compute."""
-        temperature = self.arguments.temperature
+        """Return the divergence from the teacher in one micro-batch."""
         # Logits at t predict token t + 1: shift the weights left by one, (batch_size * seq_len,).
         weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1)).flatten()
-        tokens = weighted_tokens(weights)
-        weights, teacher_logits = weights[tokens], self._ask(inputs, tokens)
-
-        def divergence(logits: torch.Tensor, part: slice) -> torch.Tensor:
-            with torch.no_grad():
-                teacher = teacher_logits(part)
-            # Output heads may be wider than the tokenizer, and differ in width.
-            vocab_size = min(logits.shape[-1], teacher.shape[-1])
-            # (num_tokens, vocab_size)
-            student, teacher = (
-                (each[:, :vocab_size].float() / temperature).log_softmax(dim=-1) for each in (logits, teacher)
-            )
-            p, q = (teacher, student) if self.arguments.kl == "forward" else (student, teacher)
-            # KL(p || q) per token, (num_tokens,)
-            divergences = (p.exp() * (p - q)).sum(dim=-1)
-            return temperature**2 * (divergences * weights[part]).sum()
-
-        return TokenLoss(tokens, divergence, share=1 - self.arguments.ce_weight)
+        tokens, about = weighted_tokens(weights), self.arguments
+        logits = ask(self.teacher, inputs, tokens, self.dtype)
+        options = {"share": 1 - about.ce_weight, "temperature": about.temperature, "kl": about.kl}
+        return divergence_loss(tokens, weights[tokens], logits, **options)

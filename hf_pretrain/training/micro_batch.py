@@ -200,8 +200,10 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
     length = _row_length(args, data, stage)
     # The descriptions of tools lengthen prompts.
     has_tools = any(vars(part).get("tools") for part in run.others)
-    weights, recomputes, is_plain = _count_weights(args, model), args.activation_checkpointing, stage.head == "own"
-    if length is None or has_tools or not _is_measured(model, weights, is_plain=is_plain, recomputes=recomputes):
+    # The base model of an adapter as a teacher has no weights of its own.
+    head = "teacher" if any(vars(part).get("kl_to_base") for part in run.others) else stage.head
+    weights, recomputes = _count_weights(args, model), args.activation_checkpointing
+    if length is None or has_tools or not _is_measured(model, weights, is_plain=head == "own", recomputes=recomputes):
         return None
     # A quantized model is on the GPU already, as a teacher is, which the estimate leaves out.
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cuda")
@@ -210,7 +212,7 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
 
     def needed(size: int) -> float:
         options = {"mask_length": 0 if args.has_masked_loss else length, "recomputes": recomputes}
-        options |= {"head": stage.head, "cached_tokens": rows * length if stage.generates else 0}
+        options |= {"head": head, "cached_tokens": rows * length if stage.generates else 0}
         tokens = size * length * stage.num_sequences
         return needed_bytes(config, weights, tokens, accumulates=size < rows, **options)
 

@@ -11,8 +11,10 @@ from transformers.utils import get_json_schema
 
 from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.inference.tools import calculator
+from hf_pretrain.loading.adapters import KeepingArguments
 from hf_pretrain.runtime.signals import UserCodeExit, guard_user_code
 from hf_pretrain.stages.distillation import DistillationArguments, check_same_vocabulary, load_teacher
+from hf_pretrain.stages.kl_to_base import BaseTerm
 from hf_pretrain.stages.reinforcement import GENERATION_NAME, GRPOTrainingArguments, SavedGeneration
 from hf_pretrain.stages.reward_training import RewardTrainingArguments
 from hf_pretrain.stages.rewards import arithmetic_reward, format_reward, load_reward_functions, task_check
@@ -100,6 +102,11 @@ MISTAKES = [
     # Distillation.
     Mistake("--temperature 0.0 must be above 0", lambda: DistillationArguments("teacher", temperature=0.0)),
     Mistake("--ce_weight 1.5 must be at least 0 and at most 1", lambda: DistillationArguments("a", ce_weight=1.5)),
+    Mistake("--kl_to_base 1.0 must be at least 0 and below 1", lambda: KeepingArguments(kl_to_base=1.0)),
+    Mistake(
+        "--kl_to_base compares .* base of its adapter.* Pass --use_peft, or --kl_to_base 0",
+        lambda: BaseTerm(toy_model(), KeepingArguments(kl_to_base=0.5), LMTrainingArguments(use_cpu=True, bf16=False)),
+    ),
     Mistake("Distillation needs a teacher: pass --teacher_name_or_path", lambda: DistillationArguments()),
     Mistake("holds no tokenizer.json", taught_by(toy_model())),
     Mistake("GPT2LMHeadModel may attend across the documents.*--packing none", taught_by(GPT2, small_tokenizer())),
