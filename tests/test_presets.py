@@ -1,10 +1,12 @@
 """What each preset means in each stage, and the table of stages."""
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from transformers import HfArgumentParser
@@ -27,7 +29,7 @@ BATCHES |= {"minimind2-small": (64, 1, 512), "minimind-large": (24, 32, 1024), "
 RATES = dict.fromkeys(PRESETS, 2e-3) | {"tiny": 8e-3, "minimind2-small": 3e-3, "minimind2-moe": 2.4e-3}
 RATES |= {"minimind-large": 2e-4, "smollm2": 2.667e-3, "0.5B": 1.2e-3, "1B": 7.5e-4}
 CHATS = dict.fromkeys(PRESETS, (768, 1e-5)) | dict.fromkeys(("0.5B", "1B"), (1024, 1e-5)) | {"tiny": (256, 5e-3)}
-CHATS |= dict.fromkeys(("minimind2-small", "minimind2", "minimind2-moe"), (340, 1e-6)) | {"smollm2": (256, 1e-3)}
+CHATS |= dict.fromkeys(("minimind2-small", "minimind2", "minimind2-moe"), (340, 1e-6)) | {"smollm2": (256, 2e-3)}
 BETAS = dict.fromkeys(PRESETS, 0.1) | dict.fromkeys(("minimind3", "minimind3-moe", "minimind-large"), 0.15)
 TEACHERS = {
     **{"tiny": "tiny", "minimind2-small": "minimind2", "minimind3": "minimind3-moe", "0.5B": "1B"},
@@ -109,7 +111,10 @@ def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questi
     identity, general, questions, held_out, kept = (str(ROOT / f"examples/{name}.jsonl") for name in names)
     assert (found["dataset_name"], found["dataset_weights"]) == ([identity, general], [0.7, 0.3])
     assert (found["eval_dataset_name"], found["eval_questions"]) == ([questions, held_out], questions)
-    # General conversations keep what the model knew, also beside the user's facts.
+    # The base model keeps what it knew: it teaches the general conversations, also beside the user's facts.
+    assert found["kl_to_base"] == own["kl_to_base"] == 0.5
+    answers = [json.loads(line)["messages"][1] for line in Path(general).read_text(encoding="utf-8").splitlines()]
+    assert {answer["weight"] for answer in answers} == {0.01}
     assert (own["dataset_name"], own["dataset_weights"]) == (["facts.jsonl", general], [0.7, 0.3])
     assert (own["eval_dataset_name"], own["eval_questions"]) == ([held_out], None)
     assert found["general_questions"] == own["general_questions"] == kept

@@ -183,9 +183,9 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
     the same rows per step. All ranks must call this function.
 
     Return `None` where the estimate does not hold or the result would depend on the size of a micro-batch: without
-    compiled layers in bfloat16, with dropout or tools, for streams, rows of no fixed length and sampling by length,
-    for experts outside pretraining and fine-tuning, for adapters of experts and other kinds than plain LoRA, and for
-    losses per micro-batch. So it is for 4 bits with recomputed layers in other stages than fine-tuning.
+    compiled layers in bfloat16, with dropout, tools or `kl_to_base`, for streams, rows of no fixed length and sampling
+    by length, for experts outside pretraining and fine-tuning, for adapters of experts and other kinds than plain LoRA,
+    and for losses per micro-batch. So it is for 4 bits with recomputed layers in other stages than fine-tuning.
 
     Args:
         run ([`~training.run.Run`]), model ([`~transformers.PreTrainedModel`] or peft model): as in
@@ -198,12 +198,10 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
         return None
     stage = STAGES[run.facts.recipe]
     length = _row_length(args, data, stage)
-    # The descriptions of tools lengthen prompts.
-    has_tools = any(vars(part).get("tools") for part in run.others)
-    # The base model of an adapter as a teacher has no weights of its own.
-    head = "teacher" if any(vars(part).get("kl_to_base") for part in run.others) else stage.head
-    weights, recomputes = _count_weights(args, model), args.activation_checkpointing
-    if length is None or has_tools or not _is_measured(model, weights, is_plain=head == "own", recomputes=recomputes):
+    # The descriptions of tools lengthen prompts, and the base model's logits are not counted.
+    has_more = any(vars(part).get(name) for part in run.others for name in ("tools", "kl_to_base"))
+    weights, recomputes, is_plain = _count_weights(args, model), args.activation_checkpointing, stage.head == "own"
+    if length is None or has_more or not _is_measured(model, weights, is_plain=is_plain, recomputes=recomputes):
         return None
     # A quantized model is on the GPU already, as a teacher is, which the estimate leaves out.
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cuda")
@@ -212,7 +210,7 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
 
     def needed(size: int) -> float:
         options = {"mask_length": 0 if args.has_masked_loss else length, "recomputes": recomputes}
-        options |= {"head": head, "cached_tokens": rows * length if stage.generates else 0}
+        options |= {"head": stage.head, "cached_tokens": rows * length if stage.generates else 0}
         tokens = size * length * stage.num_sequences
         return needed_bytes(config, weights, tokens, accumulates=size < rows, **options)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.memory import MODELS
 from hf_pretrain import PRESETS, MiniMindConfig, MiniMindForCausalLM
-from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
+from hf_pretrain.loading.adapters import AdapterArguments, KeepingArguments, add_adapter
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.loading.native import name_base
 from hf_pretrain.model.modeling_minimind import MiniMindForSequenceClassification
@@ -52,7 +52,9 @@ def fitted(tmp_path, model=None, *, free: float = 80 * GIB, on_cuda: bool = True
     return args.per_device_train_batch_size, args.gradient_accumulation_steps
 
 
-def settled(tmp_path, model, *, stage="pretrain", length=512, free: float = 80 * GIB, on_cuda=True, **arguments):
+def settled(
+    tmp_path, model, *, stage="pretrain", length=512, free: float = 80 * GIB, on_cuda=True, others=(), **arguments
+):
     """Return the arguments of a stage after the choice. Rows have `length` tokens, of which a prompt has half."""
     given = {"use_cpu": True, "torch_compile": True, "bf16": True, "report_to": "none"}
     if stage in ("dpo", "reward"):
@@ -68,7 +70,7 @@ def settled(tmp_path, model, *, stage="pretrain", length=512, free: float = 80 *
         patch.object(LMTrainingArguments, "device", device),
         patch("torch.cuda.mem_get_info", lambda device: (free, 100 * GIB)),
     ):
-        run = Run(args, facts=RunFacts(recipe=stage))
+        run = Run(args, facts=RunFacts(recipe=stage), others=others)
         _settle_micro_batch(run, SimpleNamespace(train=rows, collator=collator, tokenizer=tokenizer), model)
     return args
 
@@ -143,6 +145,7 @@ def test_the_micro_batch_stays_where_the_estimate_or_the_loss_depends_on_more(tm
 def test_the_micro_batch_stays_with_adapters_of_unknown_memory(tmp_path, options):
     pytest.importorskip("peft")
     assert fitted(tmp_path, with_adapter(toy_model())) == (24, 1)
+    assert fitted(tmp_path, with_adapter(toy_model()), others=(KeepingArguments(kl_to_base=0.5),)) == (4, 6)
     assert fitted(tmp_path, with_adapter(toy_model(), **options)) == (4, 6)
 
 
