@@ -183,9 +183,10 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
     the same rows per step. All ranks must call this function.
 
     Return `None` where the estimate does not hold or the result would depend on the size of a micro-batch: without
-    compiled layers in bfloat16, with dropout, tools or `kl_to_base`, for streams, for rows of no fixed length or sampled
-    by length, for experts outside pretraining and fine-tuning, for adapters of experts, for other adapters than plain
-    LoRA, and for losses per micro-batch. So it is for 4 bits with recomputed layers in other stages than fine-tuning.
+    compiled layers in bfloat16, with dropout, tools or `kl_to_base`, for streams, for rows of no fixed length or
+    sampled by length, for experts outside pretraining and fine-tuning, for adapters of experts, for other adapters
+    than plain LoRA, and for losses per micro-batch. So it is for 4 bits with recomputed layers in other stages than
+    fine-tuning.
 
     Args:
         run ([`~training.run.Run`]), model ([`~transformers.PreTrainedModel`] or peft model): as in
