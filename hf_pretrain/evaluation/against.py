@@ -72,7 +72,8 @@ def compare_models(
     second, others = _load_second(rows, model_args, data_args, args)
     sides = [
         {"validation": _measure_documents(each, data_args, args) if rows.eval is not None else []}
-        | {"questions": _ask_questions(each, question_args, data_args.enable_thinking), **examples}
+        | _ask_questions(each, question_args, data_args.enable_thinking)
+        | examples
         for each, examples in ((trainer, tasks), (second, others))
     ]
     _choose_unit(*(side["validation"] for side in sides))
@@ -166,10 +167,10 @@ def _choose_unit(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> N
 
 def _ask_questions(
     trainer: MaskedLossTrainer, question_args: EvalQuestionArguments, enable_thinking: bool | None
-) -> list[dict[str, Any]]:
-    """Return the questions of `--eval_questions` with a model's answers."""
-    examples = []
-    for name, questions in enumerate(question_args.callbacks(trainer.processing_class, enable_thinking)):
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the questions of `--eval_questions` and `--general_questions` with a model's answers."""
+    examples: dict[str, list[dict[str, Any]]] = {}
+    for questions in question_args.callbacks(trainer.processing_class, enable_thinking):
         questions.ask(trainer.model)
         (_, answers), *_ = questions.answers
         for n, (answer, is_right) in enumerate(zip(answers, questions.are_right(answers), strict=True)):
@@ -180,7 +181,8 @@ def _ask_questions(
             figures = {"answers right": (float(is_right), 1.0), LOOPS: (float(loops), 1.0)}
             record = questions.prompts[n][0]
             text = str(record.get("prompt") or record.get("messages"))
-            examples.append({"key": (name, n), "text": text, "answer": answer, "figures": figures})
+            example = {"key": n, "text": text, "answer": answer, "figures": figures}
+            examples.setdefault(questions.title.lower(), []).append(example)
     return examples
 
 

@@ -106,7 +106,10 @@ def judge(difference: Difference, *, lower_is_better: bool, seeds: tuple[float, 
     """
     if not difference.num_different:
         return "Equal: A and B differ on no example by more than rounding."
-    if difference.low <= 0 <= difference.high or difference.num_different < MIN_DIFFERENT:
+    if difference.num_different < MIN_DIFFERENT:
+        text = f"Too few to tell: A and B differ on {difference.num_different} examples"
+        return f"{text}, and fewer than {MIN_DIFFERENT} may differ by chance. Add examples."
+    if difference.low <= 0 <= difference.high:
         return "No more than chance: with other examples of this kind, the other model may be the better one."
     better = "A" if (difference.first < difference.second) == lower_is_better else "B"
     text = f"{better} is better, by more than the chance of the examples"

@@ -100,7 +100,7 @@ def test_the_two_noises_are_told_apart():
         (make_difference(0.07), 0.05, True, f"B {better}, and of the seed"),
         (make_difference(0.07), None, True, f"B {better}. Nobody"),
         (make_difference(0.07), None, False, f"A {better}"),
-        (five, None, False, "No more than chance"),
+        (five, None, False, "Too few to tell: A and B differ on 5 examples, and fewer than 6"),
         (six, None, False, f"A {better}"),
     ):
         known = None if seeds is None else (seeds, "five runs")
@@ -278,10 +278,14 @@ def test_answers_to_questions_are_compared_with_their_loops(talker, tokenizer, w
     chats = [{"prompt": "two and two?", "completion": "It is four."}, {"prompt": "hello", "completion": "HELLO YOU"}]
     write_jsonl(workspace / "chats.jsonl", chats)
     words = [str(talker), "--against", str(workspace / "rambler"), "--enable_thinking", "false"]
+    # Questions of both kinds are compared apart.
+    words += ["--general_questions", write_jsonl(workspace / "general.jsonl", records[1:] * 2)]
     content = evaluate(workspace, *words, "--eval_questions", questions, data="chats.jsonl")
     figures = {record["figure"]: record for record in content["figures"]}
     right, looping = figures["questions: answers right"], figures["questions: answers that loop"]
     assert (right["first"], right["second"], right["num_different"]) == (0.5, 0, 1)
     assert right["examples"][0]["text"] == "two and two?" and right["examples"][0]["answers"][0] == "It is four."
     assert results_of(workspace)["held_out"]["eval_recall"] == 0.5
-    assert looping["first"] == 0 and right["verdict"].startswith("No more than chance")
+    assert looping["first"] == 0 and right["verdict"].startswith("Too few to tell")
+    general = figures["general questions: answers right"]
+    assert (general["first"], general["second"]) == (0, 0) and general["verdict"].startswith("Equal")
