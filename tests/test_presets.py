@@ -118,6 +118,9 @@ def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questi
     assert (own["dataset_name"], own["dataset_weights"]) == (["facts.jsonl", general], [0.7, 0.3])
     assert (own["eval_dataset_name"], own["eval_questions"]) == ([held_out], None)
     assert found["general_questions"] == own["general_questions"] == kept
+    judged = parse(monkeypatch, "evaluate", "out/mine", "--against", "embedded:smollm2", "--preset", "smollm2")
+    assert (judged["eval_dataset_name"], judged["general_questions"]) == ([held_out], kept)
+    assert judged["model_name_or_path"] == "out/mine"
     # Several files, weights and text mean what they say.
     for words in (["a.jsonl", "b.jsonl"], ["a.jsonl", "--dataset_weights", "1"], ["a.txt", "--dataset_kind", "text"]):
         other = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", *words)
