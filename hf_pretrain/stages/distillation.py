@@ -197,5 +197,11 @@ class TeacherTerm:
         weights = F.pad(prediction_weights(inputs["labels"], inputs.get("loss_mask"))[:, 1:], (0, 1)).flatten()
         tokens, about = weighted_tokens(weights), self.arguments
         logits = ask(self.teacher, inputs, tokens, self.dtype)
-        options = {"share": 1 - about.ce_weight, "temperature": about.temperature, "kl": about.kl}
-        return divergence_loss(tokens, weights[tokens], logits, **options)
+        return divergence_loss(
+            tokens,
+            weights[tokens],
+            logits,
+            share=1 - about.ce_weight,
+            temperature=about.temperature,
+            kl=about.kl,
+        )
