@@ -78,10 +78,11 @@ def next_commands(output_dir: str, facts: RunFacts, *, config: str | None = None
     preset = Path(config).parent.name if config else None
     words = ["--preset", preset] if preset in PRESETS or preset in PACKAGE_MODELS else []
     if STAGES[facts.recipe].teaches and (preset in PACKAGE_MODELS or hub_id(facts.base_model) is not None):
-        # A published chat model, which has learnt facts.
-        more = [*words, *model, "--dataset_name", "your/facts.jsonl", "--output_dir", f"{output_dir}-more"]
+        # A published chat model, which has learnt facts. Trained further on others, it would forget the first ones.
+        if words and facts.base_model:
+            commands.append(("Judge it", [program, "evaluate", *words, *model, "--against", facts.base_model]))
         gguf = ["--from", output_dir, "--to", f"{output_dir}-gguf", "--format", "gguf", "--dtype", "q8_0"]
-        commands += [("Teach it more", [program, facts.recipe, *more]), ("Export it", [program, "convert", *gguf])]
+        commands.append(("Export it", [program, "convert", *gguf]))
     elif stage.following is not None:
         # out/pretrain-tiny comes before out/sft-tiny, as the presets and `make` name them.
         beside = Path(output_dir).with_name(stage.following + Path(output_dir).name.removeprefix(facts.recipe))

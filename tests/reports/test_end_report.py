@@ -55,16 +55,16 @@ def test_the_next_commands_lead_to_the_next_stage(recipe, data_kind, words, monk
 @pytest.mark.parametrize(
     ("preset", "base"), [("smollm2", "embedded:smollm2"), ("smollm2", "out/earlier"), (None, "Qwen/Qwen3-0.6B")]
 )
-def test_a_published_model_that_has_learnt_facts_is_exported_or_learns_more(preset, base, monkeypatch):
+def test_a_published_model_that_has_learnt_facts_is_judged_and_exported(preset, base, monkeypatch):
     """DPO needs preferences and TRL."""
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     config = preset and str(ROOT / f"recipes/{preset}/sft.yaml")
     facts = RunFacts(recipe="sft", data_kind="conversations", base_model=base)
-    chat, more, export = next_commands("out/facts", facts, config=config)
+    chat, *judge, export = next_commands("out/facts", facts, config=config)
     assert chat == ("Talk to it", "hf-pretrain chat --model_name_or_path out/facts")
-    start = f"--preset {preset} " * bool(preset) + "--model_name_or_path out/facts"
-    words = f"{start} --dataset_name your/facts.jsonl --output_dir out/facts-more"
-    assert more == ("Teach it more", f"hf-pretrain sft {words}")
+    # Without a preset, nobody knows on which data to compare them.
+    words = f"--preset smollm2 --model_name_or_path out/facts --against {base}"
+    assert judge == ([("Judge it", f"hf-pretrain evaluate {words}")] if preset else [])
     gguf = "--from out/facts --to out/facts-gguf --format gguf --dtype q8_0"
     assert export == ("Export it", f"hf-pretrain convert {gguf}")
 
