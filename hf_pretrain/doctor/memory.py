@@ -48,14 +48,19 @@ def explain(trainer: "RunTrainer", error: BaseException) -> OutOfMemory:
     trainer.model.zero_grad(set_to_none=True)
     where = "In an evaluation" if phase == _EVALUATION else f"In step {trainer.state.global_step + 1}"
     fitting: list[str] = []
+    in_vain: list[str] = []
     if inputs is not None and _is_whole(trainer):
         # A user's own collator may make batches that cannot be cut. No error of a trial may hide the lack of memory.
         with suppress(Exception):
-            fitting = list(_find_fitting(trainer, phase, inputs))
+            for flags, fits in _try_flags(trainer, phase, inputs):
+                (fitting if fits else in_vain).append(flags)
+    advice = f"Too large, too: {'; '.join(in_vain)}. " if in_vain else ""
     if fitting:
-        advice = f"Each of these fits, the cheapest first: {'; '.join(fitting)}"
+        advice += f"Each of these fits, the cheapest first: {'; '.join(fitting)}"
     else:
-        advice = f"Try one of these, the cheapest first: {'; '.join(_name_remedies(trainer, phase))}"
+        names = {flags.split()[0] for flags in in_vain}
+        remedies = [flags for flags in _name_remedies(trainer, phase) if flags.split()[0] not in names]
+        advice += f"Try one of these, the cheapest first: {'; '.join(remedies)}"
     args = trainer.args
     saved = None if args.dry_run else newest_checkpoint(args.output_dir)
     resume = "start again with the same command and these flags"
@@ -82,8 +87,8 @@ def _is_whole(trainer: "RunTrainer") -> bool:
     )
 
 
-def _find_fitting(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> Iterator[str]:
-    """Yield the flags with which a micro-batch passes, the cheapest first."""
+def _try_flags(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield flags, the cheapest first, and whether a micro-batch passes with them."""
     args, model = trainer.args, base_model_of(trainer.accelerator.unwrap_model(trainer.model))
     size = args.per_device_train_batch_size if phase == _TRAINING else args.per_device_eval_batch_size
     fewer = [rows for rows in range(size // 2, 0, -1) if size % rows == 0]
@@ -95,20 +100,25 @@ def _find_fitting(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> 
         return _passes(trainer, batch, is_training=phase == _TRAINING)
 
     with _alone(trainer), torch.compiler.set_stance("force_eager"):
-        if (rows := next(filter(passes, fewer), 0)) > 0:
-            yield _rows_flags(trainer, phase, rows)
+        rows = next(filter(passes, fewer), 0)
+        if fewer:
+            yield _rows_flags(trainer, phase, rows or 1), rows > 0
         if phase == _EVALUATION:
             return
         if not args.activation_checkpointing:
             with _recomputing(model):
                 more = next(filter(passes, (each for each in (size, *fewer) if each > rows)), 0)
             if more > 0:
-                yield f"--activation_checkpointing {_rows_flags(trainer, phase, more) if more < size else ''}".rstrip()
+                flags = _rows_flags(trainer, phase, more) if more < size else ""
+                yield f"--activation_checkpointing {flags}".rstrip(), True
+            elif not rows:
+                yield "--activation_checkpointing", False
         collator = trainer.data_collator
         if isinstance(collator, DataCollatorForPackedRows) and collator.max_length:
             lengths = [collator.max_length >> n for n in range(1, 8) if collator.max_length >> n >= _SHORTEST]
-            if (length := next((each for each in lengths if passes(size, each)), None)) is not None:
-                yield f"--max_length {length}, in a new run"
+            length = next((each for each in lengths if passes(size, each)), None)
+            if lengths:
+                yield f"--max_length {length or lengths[-1]}, in a new run", length is not None
 
 
 def _cut(value: Any, rows: int, size: int, length: int | None) -> Any:
@@ -185,6 +195,7 @@ def _name_remedies(trainer: "RunTrainer", phase: str) -> Iterator[str]:
     if size > 1:
         yield _rows_flags(trainer, phase or _TRAINING, size // 2)
     if phase == _EVALUATION:
+        yield "--eval_strategy no"
         return
     if not args.activation_checkpointing:
         yield "--activation_checkpointing"

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from hf_pretrain.doctor.memory import explain
 from tests.invariants.launching import ROOT, launcher_command, process_options
@@ -104,8 +105,9 @@ def test_recomputed_activations_and_shorter_rows_are_tried(run):
     *_, largest = run("pretrain", "--output_dir all")
     status, output, _ = run("pretrain", "--output_dir few --per_device_train_batch_size 1", limit=largest // 24)
     # A single row: only its length is left.
-    (flags,) = fitting(line_of(status, output))
-    assert flags == "--max_length 64, in a new run"
+    line = line_of(status, output)
+    (flags,) = fitting(line)
+    assert flags == "--max_length 64, in a new run" and "Too large, too: --activation_checkpointing. Each" in line
     status, output, _ = run(
         "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 24
     )
@@ -123,6 +125,21 @@ def test_a_batch_that_cannot_be_cut_leaves_the_untried_advice(tmp_path):
     except MemoryError as error:
         found = str(explain(trainer, error))
     assert found.startswith("In step 1: The memory does not suffice: MemoryError; ") and "Try one of these" in found
+
+
+def test_what_was_tried_in_vain_is_not_advised_again(tmp_path):
+    trainer = make_run_trainer(tmp_path, optim_preset="adamw", per_device_train_batch_size=4)
+
+    def training_step(inputs):
+        raise MemoryError
+
+    trainer.compute_loss = lambda *_: training_step({})
+    try:
+        training_step({"input_ids": torch.zeros(4, 8, dtype=torch.long)})
+    except MemoryError as error:
+        found = str(explain(trainer, error))
+    rows = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4"
+    assert f"Too large, too: {rows}; --activation_checkpointing. Try one of these, the cheapest first: --ds" in found
 
 
 @pytest.mark.parametrize("phase", ["backward", "update"])
