@@ -120,7 +120,10 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
             `--load_in_4bit` without CUDA.
     """
     if is_adapted(model):
-        logger.warning("Training the loaded adapter further. Its adapter_config.json replaces the --lora flags.")
+        logger.warning(
+            "Training the loaded adapter further. Its adapter_config.json replaces the --lora flags. What it was "
+            "taught before is forgotten, if --dataset_name does not name those files as well."
+        )
         return model
     if not args.use_peft:
         return model

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..loading.model_arguments import choose_preset
 from ..model.presets import PRESETS
+from ..runtime.command_line import announce
 from ..runtime.devices import default_device_type, has_bfloat16_units
 from ..runtime.errors import UserError
 from ..runtime.parser import RecipeParser, read_config
@@ -61,6 +62,8 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             content = read_defaults(Path(config), has_own_data=bool(own))
             if "columns" in given:
                 # The user's names of columns fit the user's files alone.
+                if "mixed_in" in content and own:
+                    announce(f"{content['mixed_in'][0]} is not mixed in, as --columns names the fields of your data")
                 others = content.keys() - {"mixed_in", "eval_dataset_name"}
                 content = {name: value for name, value in content.items() if name in others}
             if given & {"max_steps", "num_train_epochs", *BUDGETS}:
@@ -69,9 +72,10 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
                 for name in others.union(BUDGETS) - given:
                     content.pop(name, None)
             is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
-            if (mixed_in := content.pop("mixed_in", None)) and len(own) == 1 and is_plain:
+            if (mixed_in := content.pop("mixed_in", None)) and own and is_plain:
                 name, share = mixed_in
-                argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
+                weights = [f"{(1 - share) / len(own)}" for _ in own]
+                argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", *weights, f"{share}"]
             defaults = [*_yaml_to_argv(parser, config, content, typed), "--config", config]
         if "fit_micro_batch" in typed:
             is_typed = bool(_MICRO_BATCH_FLAGS & given)

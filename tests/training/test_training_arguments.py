@@ -21,7 +21,7 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments, values_
 from tests.trainers import parse, small_tokenizer
 
 
-def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
+def test_the_example_in_a_file_is_not_for_other_data(tmp_path, capfd):
     config = {"train_fraction": 0.4, "example": {"train_fraction": 0.6}}
     own = ["--dataset_name", "mine.jsonl"]
     for words, expected in (([], 0.6), (own, 0.4), ([*own, "--train_fraction", "0.5"], 0.5)):
@@ -31,10 +31,13 @@ def test_the_example_in_a_file_is_not_for_other_data(tmp_path):
             parse(tmp_path, config=wrong)
     mixed = parse(tmp_path, *own, config={"mixed_in": ["a.jsonl", 0.25]})[1]
     assert (mixed.dataset_name, mixed.dataset_weights) == (["mine.jsonl", "a.jsonl"], [0.75, 0.25])
+    two = parse(tmp_path, "--dataset_name", "b.jsonl", "c.jsonl", config={"mixed_in": ["a.jsonl", 0.25]})[1]
+    assert (two.dataset_name, two.dataset_weights) == (["b.jsonl", "c.jsonl", "a.jsonl"], [0.375, 0.375, 0.25])
     # The user's names of columns fit the user's files alone.
     named = {"mixed_in": ["a.jsonl", 0.25], "eval_dataset_name": "b.jsonl"}
     data = parse(tmp_path, *own, "--columns", "text=body", config=named)[1]
     assert (data.dataset_name, data.dataset_weights, data.eval_dataset_name) == (["mine.jsonl"], None, None)
+    assert "a.jsonl is not mixed in, as --columns names the fields of your data" in capfd.readouterr().err
 
 
 def test_the_keys_of_a_file_win_over_the_example_of_its_parent(tmp_path):
