@@ -47,13 +47,12 @@ def explain(trainer: "RunTrainer", error: BaseException) -> OutOfMemory:
     traceback.clear_frames(error.__traceback__)
     trainer.model.zero_grad(set_to_none=True)
     where = "In an evaluation" if phase == _EVALUATION else f"In step {trainer.state.global_step + 1}"
-    fitting: list[str] = []
-    in_vain: list[str] = []
+    tried: dict[str, bool] = {}
     if inputs is not None and _is_whole(trainer):
         # A user's own collator may make batches that cannot be cut. No error of a trial may hide the lack of memory.
         with suppress(Exception):
-            for flags, fits in _try_flags(trainer, phase, inputs):
-                (fitting if fits else in_vain).append(flags)
+            tried.update(_try_flags(trainer, phase, inputs))
+    fitting, in_vain = ([flags for flags, fits in tried.items() if fits is each] for each in (True, False))
     advice = f"Too large, too: {'; '.join(in_vain)}. " if in_vain else ""
     if fitting:
         advice += f"Each of these fits, the cheapest first: {'; '.join(fitting)}"

@@ -180,18 +180,13 @@ def _ask_questions(
             loops = 2 * len(set(grams)) < len(grams)
             figures = {"answers right": (float(is_right), 1.0), LOOPS: (float(loops), 1.0)}
             record = questions.prompts[n][0]
-            text = str(record.get("prompt") or record.get("messages"))
-            example = {"key": n, "text": text, "answer": answer, "figures": figures}
-            examples.setdefault(questions.title.lower(), []).append(example)
+            example = {"key": n, "text": str(record.get("prompt") or record.get("messages"))}
+            examples.setdefault(questions.title.lower(), []).append(example | {"answer": answer, "figures": figures})
     return examples
 
 
 def compare(
-    task: str,
-    first: list[dict[str, Any]],
-    second: list[dict[str, Any]],
-    *,
-    seeds: tuple[float, str] | None,
+    task: str, first: list[dict[str, Any]], second: list[dict[str, Any]], *, seeds: tuple[float, str] | None
 ) -> list[dict[str, Any]]:
     """
     Return a record of each figure that two models have on two examples or more. `chance` is the accuracy of a guess.

@@ -121,8 +121,8 @@ def add_adapter(model: MiniMindForCausalLM, args: AdapterArguments) -> Any:
     """
     if is_adapted(model):
         logger.warning(
-            "Training the loaded adapter further. Its adapter_config.json replaces the --lora flags. What it was "
-            "taught before is forgotten, if --dataset_name does not name those files as well."
+            "Training the loaded adapter further: its adapter_config.json replaces the --lora flags, and what earlier "
+            "runs taught it is forgotten, unless --dataset_name names their data as well."
         )
         return model
     if not args.use_peft:

@@ -52,9 +52,9 @@ _NO_MEMORY = re.compile(
     r"out of memory|(can't|cannot|unable to) allocate|not enough memory|ALLOC_FAILED|MemoryError", re.IGNORECASE
 )
 _MEMORY_ADVICE = (
-    "In the steps of a training, halve --per_device_train_batch_size (and "
-    "--per_device_eval_batch_size) and double --gradient_accumulation_steps, which trains the same; pass "
-    "--activation_checkpointing; or lower --max_length. Before the first step, and elsewhere, take a smaller model."
+    "Before the first step of a training, and in other commands, take a smaller model. In the steps, halve "
+    "--per_device_train_batch_size (and --per_device_eval_batch_size) and double --gradient_accumulation_steps, which "
+    "trains the same; pass --activation_checkpointing; or lower --max_length."
 )
 
 

@@ -52,14 +52,7 @@ STAGES = {
         "sft", "grpo", "tuning on preferences (DPO)", loss_unit="DPO", head="trl", num_sequences=2, extra="trl"
     ),
     "reward": Stage(
-        "sft",
-        "grpo",
-        "training of a reward model",
-        "--rewards",
-        loss_unit="per pair",
-        head="score",
-        num_sequences=2,
-        extra="trl",
+        "sft", "grpo", "reward modeling", "--rewards", loss_unit="per pair", head="score", num_sequences=2, extra="trl"
     ),
     "distill": Stage("sft", "dpo", "distillation from {}", figures=("kl",), head="teacher"),
     "grpo": Stage("sft", None, "reinforcement ({})", head="trl", generates=True, extra="trl"),

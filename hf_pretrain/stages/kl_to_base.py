@@ -44,10 +44,7 @@ class BaseTerm:
 
     def __init__(self, model: nn.Module, arguments: KeepingArguments, args: LMTrainingArguments):
         if not is_adapted(model):
-            raise UserError(
-                "--kl_to_base compares the model with the base of its adapter, and it has none. Pass --use_peft, or "
-                "--kl_to_base 0."
-            )
+            raise UserError("--kl_to_base compares with the base of an adapter: pass --use_peft, or --kl_to_base 0.")
         self.model, self.arguments = model, arguments
         # 2 per parameter, for a forward pass.
         self.flops_per_token = 2 * num_active_parameters(base_model_of(model))

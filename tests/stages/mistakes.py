@@ -104,7 +104,7 @@ MISTAKES = [
     Mistake("--ce_weight 1.5 must be at least 0 and at most 1", lambda: DistillationArguments("a", ce_weight=1.5)),
     Mistake("--kl_to_base 1.0 must be at least 0 and below 1", lambda: KeepingArguments(kl_to_base=1.0)),
     Mistake(
-        "--kl_to_base compares .* base of its adapter.* Pass --use_peft, or --kl_to_base 0",
+        "--kl_to_base compares with the base of an adapter: pass --use_peft, or --kl_to_base 0",
         lambda: BaseTerm(toy_model(), KeepingArguments(kl_to_base=0.5), LMTrainingArguments(use_cpu=True, bf16=False)),
     ),
     Mistake("Distillation needs a teacher: pass --teacher_name_or_path", lambda: DistillationArguments()),
