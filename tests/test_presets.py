@@ -121,11 +121,8 @@ def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questi
     judged = parse(monkeypatch, "evaluate", "out/mine", "--against", "embedded:smollm2", "--preset", "smollm2")
     assert (judged["eval_dataset_name"], judged["general_questions"]) == ([held_out], kept)
     assert judged["model_name_or_path"] == "out/mine"
-    several = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", "a.jsonl", "b.jsonl")
-    assert several["dataset_name"] == ["a.jsonl", "b.jsonl", general]
-    assert several["dataset_weights"] == [0.35, 0.35, 0.3]
-    # Weights and text mean what they say.
-    for words in (["a.jsonl", "--dataset_weights", "1"], ["a.txt", "--dataset_kind", "text"]):
+    # Several files, weights and text mean what they say.
+    for words in (["a.jsonl", "b.jsonl"], ["a.jsonl", "--dataset_weights", "1"], ["a.txt", "--dataset_kind", "text"]):
         other = parse(monkeypatch, "sft", "--preset", "smollm2", "--dataset_name", *words)
         assert general not in other["dataset_name"] and other["dataset_weights"] in (None, [1.0])
 

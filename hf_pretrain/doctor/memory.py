@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, send_to_device
 from torch.distributed.tensor import DTensor
 
 from ..checkpoints.directory import newest_checkpoint
@@ -70,12 +70,16 @@ def explain(trainer: "RunTrainer", error: BaseException) -> OutOfMemory:
 
 def _find_batch(error: BaseException) -> tuple[str, dict[str, Any] | None]:
     """Return the method of Trainer that an error has left, and its micro-batch, if there is one."""
+    phase = ""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if (name := frame.f_code.co_name) in (_TRAINING, _EVALUATION):
-            inputs = frame.f_locals.get("inputs")
-            # Before GRPO has generated completions, they are prompts.
-            return name, dict(inputs) if isinstance(inputs, Mapping) else None
-    return "", None
+        if (name := frame.f_code.co_name) in ("evaluate", "on_evaluate"):
+            # Questions are answered in callbacks.
+            return _EVALUATION, None
+        phase = phase or (name if name in (_TRAINING, _EVALUATION) else "")
+        # Trainer deletes the micro-batch before the backward pass, and its caller has it. In GRPO, that are prompts.
+        if phase and isinstance(inputs := frame.f_locals.get("inputs"), Mapping):
+            return phase, dict(inputs)
+    return phase, None
 
 
 def _is_whole(trainer: "RunTrainer") -> bool:
@@ -90,7 +94,7 @@ def _try_flags(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> Ite
     """Yield flags, the cheapest first, and whether a micro-batch passes with them."""
     args, model = trainer.args, base_model_of(trainer.accelerator.unwrap_model(trainer.model))
     size = args.per_device_train_batch_size if phase == _TRAINING else args.per_device_eval_batch_size
-    fewer = [rows for rows in range(size // 2, 0, -1) if size % rows == 0]
+    fewer = _divisors(size)
 
     def passes(rows: int, length: int | None = None) -> bool:
         # The model finds the bounds of the documents from `position_ids`, too.
@@ -108,8 +112,8 @@ def _try_flags(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> Ite
             with _recomputing(model):
                 more = next(filter(passes, (each for each in (size, *fewer) if each > rows)), 0)
             if more > 0:
-                flags = _rows_flags(trainer, phase, more) if more < size else ""
-                yield f"--activation_checkpointing {flags}".rstrip(), True
+                # Typed sizes are kept. Otherwise, `--fit_micro_batch` would choose others.
+                yield f"--activation_checkpointing {_rows_flags(trainer, phase, more)}", True
             elif not rows:
                 yield "--activation_checkpointing", False
         collator = trainer.data_collator
@@ -117,7 +121,13 @@ def _try_flags(trainer: "RunTrainer", phase: str, inputs: dict[str, Any]) -> Ite
             lengths = [collator.max_length >> n for n in range(1, 8) if collator.max_length >> n >= _SHORTEST]
             length = next((each for each in lengths if passes(size, each)), None)
             if lengths:
-                yield f"--max_length {length or lengths[-1]}, in a new run", length is not None
+                flags = f"--max_length {length or lengths[-1]} {_rows_flags(trainer, phase, size)}, in a new run"
+                yield flags, length is not None
+
+
+def _divisors(size: int) -> list[int]:
+    """Return the smaller sizes that give the same rows per step, the largest first."""
+    return [rows for rows in range(size // 2, 0, -1) if size % rows == 0]
 
 
 def _cut(value: Any, rows: int, size: int, length: int | None) -> Any:
@@ -143,8 +153,9 @@ def _passes(trainer: "RunTrainer", inputs: dict[str, Any], *, is_training: bool)
     has_moments = trainer.optimizer is not None and len(trainer.optimizer.state) > 0
     held: list[Any] = []
     try:
-        # The first update allocates the moments.
-        held += [torch.zeros_like(each) for each in (weights if is_training and not has_moments else []) for _ in "mv"]
+        # The first update allocates the moments. A step of several micro-batches accumulates gradients.
+        held += [torch.zeros_like(each) for each in weights if is_training for _ in ("g" if has_moments else "gmv")]
+        inputs = send_to_device(inputs, trainer.args.device)
         with torch.set_grad_enabled(is_training), trainer.compute_loss_context_manager():
             held.append(trainer.compute_loss(model, inputs))
         if is_training:
@@ -192,11 +203,8 @@ def _name_remedies(trainer: "RunTrainer", phase: str) -> Iterator[str]:
     args, collator = trainer.args, trainer.data_collator
     size = args.per_device_eval_batch_size if phase == _EVALUATION else args.per_device_train_batch_size
     if size > 1:
-        yield _rows_flags(trainer, phase or _TRAINING, size // 2)
-    if phase == _EVALUATION:
-        yield "--eval_strategy no"
-        return
-    if not args.activation_checkpointing:
+        yield _rows_flags(trainer, phase or _TRAINING, _divisors(size)[0])
+    if phase != _EVALUATION and not args.activation_checkpointing:
         yield "--activation_checkpointing"
     if length := getattr(collator, "max_length", None) or vars(args).get("max_length"):
         yield f"--max_length {length // 2}, in a new run"

@@ -181,7 +181,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     @property
     def fixes_micro_batch(self) -> bool:
         # Checkpoints between two generations hold micro-batches, and vLLM in this process takes a share of the memory.
-        per_step = self.steps_per_generation * self.num_iterations == self.gradient_accumulation_steps
+        per_step = self.num_iterations == 1 and self.steps_per_generation == self.gradient_accumulation_steps
         return not per_step or (self.use_vllm and self.vllm_mode == "colocate")
 
     @property

@@ -62,20 +62,18 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             content = read_defaults(Path(config), has_own_data=bool(own))
             if "columns" in given:
                 # The user's names of columns fit the user's files alone.
-                if "mixed_in" in content and own:
-                    announce(f"{content['mixed_in'][0]} is not mixed in, as --columns names the fields of your data")
-                others = content.keys() - {"mixed_in", "eval_dataset_name"}
-                content = {name: value for name, value in content.items() if name in others}
+                content.pop("eval_dataset_name", None)
             if given & {"max_steps", "num_train_epochs", *BUDGETS}:
                 # The command line says when the run ends. Passes are over all data, not over what those steps need.
                 others = {"max_steps", "train_fraction"} if "num_train_epochs" in given else set()
                 for name in others.union(BUDGETS) - given:
                     content.pop(name, None)
             is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
-            if (mixed_in := content.pop("mixed_in", None)) and own and is_plain:
-                name, share = mixed_in
-                weights = [f"{(1 - share) / len(own)}" for _ in own]
-                argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", *weights, f"{share}"]
+            name, share = content.pop("mixed_in", None) or ("", 0.0)
+            if name and own and is_plain and (len(own) > 1 or "columns" in given):
+                announce(f"reading no {Path(name).name} beside several names in --dataset_name, or --columns")
+            elif name and own and is_plain:
+                argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
             defaults = [*_yaml_to_argv(parser, config, content, typed), "--config", config]
         if "fit_micro_batch" in typed:
             is_typed = bool(_MICRO_BATCH_FLAGS & given)

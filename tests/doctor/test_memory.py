@@ -107,7 +107,8 @@ def test_recomputed_activations_and_shorter_rows_are_tried(run):
     # A single row: only its length is left.
     line = line_of(status, output)
     (flags,) = fitting(line)
-    assert flags == "--max_length 64, in a new run" and "Too large, too: --activation_checkpointing. Each" in line
+    rows = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
+    assert flags == f"--max_length 64 {rows}, in a new run" and "Too large, too: --activation_checkpointing. Each" in line
     status, output, _ = run(
         "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 24
     )
@@ -144,16 +145,21 @@ def test_what_was_tried_in_vain_is_not_advised_again(tmp_path):
 
 @pytest.mark.parametrize("phase", ["backward", "update"])
 def test_the_first_gradients_and_moments_are_refused(run, phase):
-    """Nothing fits any more, so the message names what is not tried."""
+    """Nothing fits any more, so the message names what is not tried: in an update, there is no micro-batch to try."""
     line = line_of(*run("pretrain", f"--output_dir {phase}", phase=phase)[:2])
     remedies = re.search(r"Try one of these, the cheapest first: (.*?)\. Then start again ", line)[1].split("; ")
-    assert remedies == [
+    first = [
         "--per_device_train_batch_size 8 --gradient_accumulation_steps 2",
         "--activation_checkpointing",
         "--max_length 64, in a new run",
+    ]
+    assert remedies == [
+        *(first if phase == "update" else []),
         "--use_peft, in a new run",
         "--ds zero3_offload of hf-pretrain",
     ]
+    tried = "Too large, too: --per_device_train_batch_size 1 --gradient_accumulation_steps 16; " in line
+    assert tried == (phase == "backward")
 
 
 def test_an_evaluation_that_is_too_large_keeps_the_checkpoint_and_the_run_resumes(run):
