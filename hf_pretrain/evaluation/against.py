@@ -229,6 +229,7 @@ def _format(content: dict[str, Any]) -> str:
             f"  A {each['first']:.4f}, B {each['second']:.4f}, A - B {each['first'] - each['second']:+.4f} "
             f"(95 % interval {each['low']:+.4f} to {each['high']:+.4f})\n  {each['verdict']}",
         ]
+    lines += ["\nOf equal models, one figure in twenty seems better by chance."] * (len(content["figures"]) > 9)
     return "\n".join(lines)
 
 

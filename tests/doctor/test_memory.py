@@ -108,7 +108,8 @@ def test_recomputed_activations_and_shorter_rows_are_tried(run):
     line = line_of(status, output)
     (flags,) = fitting(line)
     rows = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
-    assert flags == f"--max_length 64 {rows}, in a new run" and "Too large, too: --activation_checkpointing. Each" in line
+    assert flags == f"--max_length 64 {rows}, in a new run"
+    assert "Too large, too: --activation_checkpointing. Each" in line
     status, output, _ = run(
         "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 24
     )
