@@ -102,7 +102,6 @@ LINES = {
     "dpo": PAIR_LINES,
     "judge": PAIR_LINES,
     "grpo": [
-        r"All completions of each prompt got the same reward, .*",
         r"step \d/\d: loss -?\d\.\d{4}, reward -?\d\.\d{4}, [\d,]+ tokens/s",
         r"step \d/\d: mean reward -?\d\.\d{4}",
     ],

@@ -38,12 +38,26 @@ _CHARTS = (
     ("Reward accuracy", "rewards/accuracies", "share of the pairs"),
     ("Completion length", "completions/mean_length", "tokens"),
     ("KL divergence from the reference model", "kl", "nats"),
+    ("Groups with equal rewards", "frac_reward_zero_std", "share of the prompts"),
+    ("Entropy", "entropy", "nats per token"),
+    ("Clipped tokens", "clip_ratio/region_mean", "share of the tokens"),
+    ("Truncated answers", "completions/clipped_ratio", "share of the answers"),
     ("Learning rate", "learning_rate", "learning rate"),
     ("Gradient norm", "grad_norm", "norm"),
     ("Speed", "tokens_per_second", "tokens/s"),
     ("Share of the peak speed", "mfu", "MFU"),
     ("Memory", "peak_memory_gib", "GiB per process"),
 )
+# A sentence below the title of a chart.
+_EXPLANATIONS = {
+    "Reward over tokens": "The mean reward of the answers that the model samples. It should rise.",
+    "Completion length": "Answers that become longer without more reward are padded.",
+    "KL divergence from the reference model": "How far the model has moved from its first weights.",
+    "Groups with equal rewards": "Prompts whose answers all got the same reward. They teach nothing.",
+    "Entropy": "How open the next token is. Near 0, all answers to a prompt are the same.",
+    "Clipped tokens": "Tokens whose probability has changed too much since they were sampled to count further.",
+    "Truncated answers": "Answers that reached the largest number of tokens before their end.",
+}
 _FROM_ZERO = ("learning_rate", "tokens_per_second", "mfu", "peak_memory_gib")
 _X_LABELS = {"tokens": "tokens (millions)", "minutes": "minutes of training"}
 
@@ -80,6 +94,7 @@ def write_page(
         colours=dict(zip(names, COLOURS * len(runs), strict=False)),
         differences=find_differences(runs),
         headlines=headlines,
+        explanations=_EXPLANATIONS,
         labels=list(dict.fromkeys(itertools.chain.from_iterable(headlines))),
         charts=list(draw_charts(runs, t=t if language else partial(_in_both, tag="tspan"))),
     )

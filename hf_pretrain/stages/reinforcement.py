@@ -56,6 +56,8 @@ logger = logging.get_logger(__name__)
 
 # Maximum number of brackets in the tool calls of a completion. Real calls have ten or twenty.
 MAX_BRACKETS = 200
+# After so many steps without a difference between rewards, a run says that it learns nothing.
+STEPS_WITHOUT_SIGNAL = 10
 # File of a checkpoint: the completions of each rank that later steps train on.
 GENERATION_NAME = "generation.pt"
 ENTROPY_NAME = "entropy_ctrl_state.json"
@@ -258,13 +260,25 @@ class SavedGeneration:
 class KnownFigures(TrainerCallback):
     """
     Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others. Warn once if
-    the rewards teach nothing.
+    the rewards of all groups were equal for ten steps, in which they taught nothing.
     """
 
+    def __init__(self):
+        # The last step that was logged with a group whose rewards differ.
+        self.last_signal: int | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.last_signal = state.global_step
+
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs.get("frac_reward_zero_std") == 1.0:
-            fix = "Choose other --rewards or tasks, or raise --temperature or --num_generations"
-            logger.warning_once(f"All completions of each prompt got the same reward, which teaches nothing. {fix}.")
+        if logs.get("frac_reward_zero_std", 1.0) < 1.0:
+            self.last_signal = state.global_step
+        elif "frac_reward_zero_std" in logs and state.global_step - self.last_signal >= STEPS_WITHOUT_SIGNAL:
+            logger.warning_once(
+                f"In {STEPS_WITHOUT_SIGNAL} steps, all completions of each prompt got the same reward, which teaches "
+                "nothing. Sample hotter (--temperature), take easier or harder tasks or other --rewards, raise "
+                "--num_generations, or fine-tune on examples first (hf-pretrain sft)."
+            )
         for entry in (logs, state.log_history[-1]):
             for name in [name for name, value in entry.items() if value is None]:
                 del entry[name]

@@ -190,11 +190,15 @@ def test_the_page_of_reinforcement_shows_rewards(tmp_path):
         if (loss := entry.pop("eval_loss", None)) is not None:
             entry["eval_reward"] = 1 / loss
         elif "loss" in entry:
-            entry |= {"reward": 1 / entry["loss"], "completions/mean_length": 20.0, "kl": 0.1}
+            entry |= {"reward": 1 / entry["loss"], "completions/mean_length": 20.0, "kl": 0.1, "entropy": 2.0}
+            entry |= {"frac_reward_zero_std": 0.5, "clip_ratio/region_mean": 0.0, "completions/clipped_ratio": 0.25}
     write_page([run], tmp_path / "report.html", language="en")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     for caption in ("Reward over tokens", "Loss over minutes", "Completion length", "KL divergence"):
         assert f"<figcaption>{caption}" in text
+    for caption in ("Groups with equal rewards", "Entropy", "Clipped tokens", "Truncated answers"):
+        # Each has a sentence.
+        assert f"<figcaption>{caption}</figcaption>\n<p>" in text
     assert "loss (GRPO)" in text and "mean reward" in text
 
 

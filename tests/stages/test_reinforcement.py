@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,11 +212,28 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
 def test_rewards_that_teach_nothing_are_said(tokenizer, tmp_path, monkeypatch, algorithm, teaches):
     said: list[str] = []
     monkeypatch.setattr(reinforcement.logger, "warning_once", said.append)
+    monkeypatch.setattr(reinforcement, "STEPS_WITHOUT_SIGNAL", 2)
     rewards = iter(range(1000))
     functions = [lambda completions, **columns: [float(next(rewards)) if teaches else 0.5 for _ in completions]]
     trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer={"reward_funcs": functions})
     trainer.train()
     assert any("got the same reward" in text for text in said) is not teaches
+
+
+def test_ten_steps_without_a_difference_are_counted_from_the_last_one_with_some():
+    figures, said = reinforcement.KnownFigures(), []
+
+    def log(step, share):
+        state = SimpleNamespace(global_step=step, log_history=[{}])
+        figures.on_log(None, state, None, logs={} if share is None else {"frac_reward_zero_std": share})
+        return bool(said)
+
+    figures.on_train_begin(None, SimpleNamespace(global_step=20), None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reinforcement.logger, "warning_once", said.append)
+        # An evaluation has no groups.
+        assert not any(log(*each) for each in ((21, 1.0), (29, 0.75), (30, None), (38, 1.0)))
+        assert log(39, 1.0) and said[0].startswith("In 10 steps, all completions of each prompt got the same reward")
 
 
 def minimind_loss(model, reference, batch: dict[str, torch.Tensor], rewards: torch.Tensor, loss_type: str):
