@@ -16,6 +16,8 @@ KNOWN_ARGUMENTS = frozenset(
         *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),
         # packed sequences
         *("cu_seq_lens_q", "max_length_q", "packed_documents"),
+        # read by the attention of vLLM and of SGLang
+        *("attention_instances", "forward_batch"),
         # without effect beside `position_ids`, which say the same
         *("cu_seq_lens_k", "max_length_k", "seq_idx"),
         # without effect: a decoder has no segments and computes neither loss nor logits

@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
@@ -46,6 +47,55 @@ def test_cached_is_uncached(model, input_ids, name):
         logits.append(outputs.logits)
     assert outputs.past_key_values.get_seq_length() == 24
     assert_near(torch.cat(logits, dim=1), expected)
+
+
+class EngineAttention(torch.nn.Module):
+    """The attention of a layer as vLLM calls it, on requests that lie behind each other without a batch dimension."""
+
+    def __init__(self, config, lengths):
+        super().__init__()
+        self.config, self.lengths, self.scale = config, lengths, None
+
+    def forward(self, query, key, value):
+        heads = (query, self.config.num_attention_heads), (key, self.config.num_key_value_heads)
+        parts = [
+            states.unflatten(-1, (number, -1)).split(self.lengths)
+            for states, number in (*heads, (value, self.config.num_key_value_heads))
+        ]
+        # (length, num_heads, head_dim) -> (num_heads, length, head_dim)
+        requests = [[states.transpose(0, 1) for states in request] for request in zip(*parts, strict=True)]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        outputs = [attend(*request, is_causal=True, scale=self.scale, enable_gqa=True) for request in requests]
+        return torch.cat([output.transpose(0, 1).flatten(1) for output in outputs])
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_an_engine_brings_its_attention(build_model, input_ids, generation):
+    """vLLM's Transformers backend gives its attention to the layers by an argument, and calls the decoder so."""
+    model = build_model(**GENERATIONS[generation]).eval()
+    lengths = [5, 3]
+    requests = [input_ids[:1, :5], input_ids[1:2, :3]]
+    expected = torch.cat([model.model(request).last_hidden_state[0] for request in requests])
+
+    def attend(module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs):
+        assert attention_mask is None
+        attention = attention_instances[module.layer_idx]
+        attention.scale = scaling
+        # (1, num_heads, num_tokens, head_dim) -> (num_tokens, num_heads * head_dim)
+        return attention(*(states[0].transpose(0, 1).flatten(1) for states in (query, key, value))), None
+
+    AttentionInterface.register("vllm", attend)
+    try:
+        model.config._attn_implementation = "vllm"
+        instances = {
+            number: EngineAttention(model.config, lengths) for number in range(model.config.num_hidden_layers)
+        }
+        options = {"use_cache": False, "return_dict": False, "attention_instances": instances}
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        hidden_states, *_ = model.model(torch.cat(requests, dim=1), position_ids=positions, **options)
+    finally:
+        AttentionInterface._global_mapping.pop("vllm")
+    assert_near(hidden_states[0], expected)
 
 
 @pytest.mark.parametrize("model_class", [MiniMindModel, MiniMindForCausalLM, MiniMindForSequenceClassification])
