@@ -53,7 +53,7 @@ def explain(trainer: "RunTrainer", error: BaseException) -> OutOfMemory:
         with suppress(Exception):
             tried.update(_try_flags(trainer, phase, inputs))
     fitting, in_vain = ([flags for flags, fits in tried.items() if fits is each] for each in (True, False))
-    advice = f"Too large, too: {'; '.join(in_vain)}. " if in_vain else ""
+    advice = f"These do not fit either: {'; '.join(in_vain)}. " if in_vain else ""
     if fitting:
         advice += f"Each of these fits, the cheapest first: {'; '.join(fitting)}"
     else:

@@ -71,7 +71,7 @@ def parse_args(*dataclass_types: type, stage: str = "pretrain", argv: list[str] 
             is_plain = "dataset_weights" not in given and vars(typed).get("dataset_kind") != "text"
             name, share = content.pop("mixed_in", None) or ("", 0.0)
             if name and own and is_plain and (len(own) > 1 or "columns" in given):
-                announce(f"reading no {Path(name).name} beside several names in --dataset_name, or --columns")
+                announce(f"leaving out {Path(name).name}: there are several names in --dataset_name, or --columns")
             elif name and own and is_plain:
                 argv = [*argv, "--dataset_name", *own, name, "--dataset_weights", f"{1 - share}", f"{share}"]
             defaults = [*_yaml_to_argv(parser, config, content, typed), "--config", config]

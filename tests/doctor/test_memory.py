@@ -109,7 +109,7 @@ def test_recomputed_activations_and_shorter_rows_are_tried(run):
     (flags,) = fitting(line)
     rows = "--per_device_train_batch_size 1 --gradient_accumulation_steps 1"
     assert flags == f"--max_length 64 {rows}, in a new run"
-    assert "Too large, too: --activation_checkpointing. Each" in line
+    assert "These do not fit either: --activation_checkpointing. Each" in line
     status, output, _ = run(
         "pretrain", "--output_dir short --per_device_train_batch_size 1 --max_length 64", limit=largest // 24
     )
@@ -141,7 +141,8 @@ def test_what_was_tried_in_vain_is_not_advised_again(tmp_path):
     except MemoryError as error:
         found = str(explain(trainer, error))
     rows = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4"
-    assert f"Too large, too: {rows}; --activation_checkpointing. Try one of these, the cheapest first: --ds" in found
+    tried = f"These do not fit either: {rows}; --activation_checkpointing. "
+    assert f"{tried}Try one of these, the cheapest first: --ds" in found
 
 
 @pytest.mark.parametrize("phase", ["backward", "update"])
@@ -159,7 +160,7 @@ def test_the_first_gradients_and_moments_are_refused(run, phase):
         "--use_peft, in a new run",
         "--ds zero3_offload of hf-pretrain",
     ]
-    tried = "Too large, too: --per_device_train_batch_size 1 --gradient_accumulation_steps 16; " in line
+    tried = "These do not fit either: --per_device_train_batch_size 1 --gradient_accumulation_steps 16; " in line
     assert tried == (phase == "backward")
 
 

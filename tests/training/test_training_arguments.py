@@ -33,12 +33,12 @@ def test_the_example_in_a_file_is_not_for_other_data(tmp_path, capfd):
     assert (mixed.dataset_name, mixed.dataset_weights) == (["mine.jsonl", "a.jsonl"], [0.75, 0.25])
     two = parse(tmp_path, "--dataset_name", "b.jsonl", "c.jsonl", config={"mixed_in": ["a.jsonl", 0.25]})[1]
     assert (two.dataset_name, two.dataset_weights) == (["b.jsonl", "c.jsonl"], None)
-    assert "reading no a.jsonl beside several names in --dataset_name" in capfd.readouterr().err
+    assert "leaving out a.jsonl: there are several names in --dataset_name" in capfd.readouterr().err
     # The user's names of columns fit the user's files alone.
     named = {"mixed_in": ["a.jsonl", 0.25], "eval_dataset_name": "b.jsonl"}
     data = parse(tmp_path, *own, "--columns", "text=body", config=named)[1]
     assert (data.dataset_name, data.dataset_weights, data.eval_dataset_name) == (["mine.jsonl"], None, None)
-    assert "reading no a.jsonl beside several names in --dataset_name, or --columns" in capfd.readouterr().err
+    assert "leaving out a.jsonl: there are several names in --dataset_name, or --columns" in capfd.readouterr().err
 
 
 def test_the_keys_of_a_file_win_over_the_example_of_its_parent(tmp_path):
