@@ -48,8 +48,7 @@ STAGES, LAUNCHED, LAUNCHERS = tuple(_STAGES["STAGES"]), _STAGES["LAUNCHED"], _LA
 TOOLS = tuple(sorted({path.stem for path in RECIPES.glob("*.py")} - {*STAGES}))
 COMMANDS = (*STAGES, *TOOLS, "list", "completion")
 DS_CONFIGS = tuple(sorted(path.stem for path in (FILES / "ds_configs").glob("*.json")))
-# `runtime.command_line.EXIT_NO_MEMORY`, which this module would import with the package.
-_NO_MEMORY = 71
+_NO_MEMORY = 71  # `EXIT_NO_MEMORY` of runtime/command_line.py, which needs the package
 ACCELERATE_CONFIGS = tuple(sorted(path.stem for path in (RECIPES / "accelerate_configs").glob("*.yaml")))
 
 
@@ -219,28 +218,48 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by a command, or run its launcher in this process."""
-    # On Windows, the programs end with .exe.
+def start(command: list[str], environment: dict[str, str], *, is_stage: bool = True) -> NoReturn:
+    """Run a stage or its launcher, and end with its status. A tool replaces this process, except on Windows."""
     mains = {each.command.split()[0]: each.main for each in LAUNCHERS.values()}
-    if module := mains.get(Path(command[0]).stem):
+    if module := mains.get(Path(command[0]).stem):  # without .exe
         # The launchers read their own variables, and those of torch, when they are imported.
         os.environ.update(environment)
         raise SystemExit(_run_launcher(module, command))
-    if os.name == "nt":
-        # Windows cannot replace a process: `os.execve` ends this one at once with status 0, while the command runs on.
-        # Ctrl-C reaches both processes, and the command decides when it stops.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise SystemExit(subprocess.run(command, env=environment).returncode)
+    if is_stage or os.name == "nt":
+        raise SystemExit(_run_process(command, environment))
     os.execve(command[0], command, environment)
+
+
+def _run_process(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command that stops with its parent, pass on signals, and return its exit status."""
+    kills = _count_memory_kills()
+    process = subprocess.Popen(command, env=environment | {"HF_PRETRAIN_IS_STAGE": "1"})
+    # Ctrl-C reaches both processes. A training takes the copy for the same signal.
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if os.name == "posix" else ("SIGINT",):
+        if signal.getsignal(number := signal.Signals[name]) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_IGN if os.name == "nt" else lambda number, _: process.send_signal(number))
+    status = process.wait()
+    if status == -signal.SIGINT:
+        raise KeyboardInterrupt
+    if status == -signal.SIGKILL and _count_memory_kills() > kills:
+        return _say_killed("the run")
+    return status if status >= 0 else 128 - status
+
+
+def _say_killed(name: str) -> int:
+    say(
+        f"error: the kernel ended {name}: the memory of this machine does not suffice. To resume with "
+        "--resume_from_checkpoint auto, halve --per_device_train_batch_size and double --gradient_accumulation_steps, "
+        "or add --activation_checkpointing."
+    )
+    return _NO_MEMORY
 
 
 def _count_memory_kills() -> int:
     """Return how many processes the kernel has ended because memory had run out; 0 where it does not count them."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
+    counts = Path("/proc/vmstat")
+    found = re.search(r"^oom_kill (\d+)", counts.read_text() if counts.exists() else "", re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _run_launcher(module: str, command: list[str]) -> int:
@@ -262,12 +281,7 @@ def _run_launcher(module: str, command: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGKILL and _count_memory_kills() > kills:
-            fewer = "halve --per_device_train_batch_size and double --gradient_accumulation_steps"
-            say(
-                f"error: the kernel ended process {rank}: the memory of this machine does not suffice. To resume with "
-                f"--resume_from_checkpoint auto, {fewer}, or add --activation_checkpointing."
-            )
-            return _NO_MEMORY
+            return _say_killed(f"process {rank}")
         if failure.exitcode < 0:
             say(f"error: process {rank} was ended by {failure.signal_name()}.")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
@@ -301,9 +315,8 @@ def print_list(words: Sequence[str] = ()) -> None:
         print(f"  {name:18}{chinese.get(name, english)}")
     print(f"DeepSpeed {t('configs')} (--ds): {', '.join(DS_CONFIGS)}")
     print(f"accelerate {t('configs')} (--accelerate): {', '.join(ACCELERATE_CONFIGS)}")
-    print(
-        f"{t('Data')} (--dataset_name): embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file, s3://..."
-    )
+    kinds = "embedded[:part], a file, a glob, a directory, a Hub id, owner/name:file, s3://..."
+    print(f"{t('Data')} (--dataset_name): {kinds}")
     licences = (f"{name} {each.licence} ({each.package})" for name, each in _EMBEDDED["LICENCES"].items())
     print(f"{t('Licences')}: {', '.join(licences)}")
 
@@ -379,7 +392,8 @@ def _run() -> None:
         say(f"$ {printed}")
         # The launchers find Python through PATH. The record of the run keeps the command.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        start(command, waits() | os.environ | environment | {"PATH": path, "HF_PRETRAIN_COMMAND": printed})
+        environment = waits() | os.environ | environment | {"PATH": path, "HF_PRETRAIN_COMMAND": printed}
+        start(command, environment, is_stage=stage in STAGES)
 
 
 if __name__ == "__main__":
