@@ -183,7 +183,7 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
     the same rows per step. All ranks must call this function.
 
     Return `None` where the estimate does not hold or the result would depend on the size of a micro-batch: without
-    compiled layers in bfloat16, with dropout, tools or `kl_to_base`, for streams, for rows of no fixed length or
+    compiled layers in bfloat16, with dropout or tools, for streams, for rows of no fixed length or
     sampled by length, for experts outside pretraining and fine-tuning, for adapters of experts, for other adapters
     than plain LoRA, and for losses per micro-batch. So it is for 4 bits with recomputed layers in other stages than
     fine-tuning.
@@ -199,10 +199,11 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
         return None
     stage = STAGES[run.facts.recipe]
     length = _row_length(args, data, stage)
-    # The descriptions of tools lengthen prompts, and the base model's logits are not counted.
-    has_more = any(vars(part).get(name) for part in run.others for name in ("tools", "kl_to_base"))
-    weights, recomputes, is_plain = _count_weights(args, model), args.activation_checkpointing, stage.head == "own"
-    if length is None or has_more or not _is_measured(model, weights, is_plain=is_plain, recomputes=recomputes):
+    # The descriptions of tools lengthen prompts. The base of an adapter is a teacher without weights of its own.
+    has_tools, keeps_base = (any(vars(part).get(name) for part in run.others) for name in ("tools", "kl_to_base"))
+    head = "teacher" if keeps_base else stage.head
+    weights, recomputes, is_plain = _count_weights(args, model), args.activation_checkpointing, head == "own"
+    if length is None or has_tools or not _is_measured(model, weights, is_plain=is_plain, recomputes=recomputes):
         return None
     # A quantized model is on the GPU already, as a teacher is, which the estimate leaves out.
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type == "cuda")
@@ -211,7 +212,7 @@ def choose_micro_batch(run: "Run", model: Any, data: Any) -> tuple[int, int, int
 
     def needed(size: int) -> float:
         options = {"mask_length": 0 if args.has_masked_loss else length, "recomputes": recomputes}
-        options |= {"head": stage.head, "cached_tokens": rows * length if stage.generates else 0}
+        options |= {"head": head, "cached_tokens": rows * length if stage.generates else 0}
         tokens = size * length * stage.num_sequences
         return needed_bytes(config, weights, tokens, accumulates=size < rows, **options)
 
