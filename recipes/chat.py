@@ -37,7 +37,9 @@ class ChatArguments(SamplingArguments):
     auto: bool = flag(False, "Answer eight questions, and exit.")
     history: int | None = flag(None, "Earlier questions that the model still sees; by default all, with --auto none.")
     system: str | None = flag(None, "The system message.")
-    tools: str | None = flag(None, "calculator, or module.path:NAME of functions, which the chat runs.", names="code")
+    tools: str | None = flag(
+        None, "Tools that the chat runs: calculator, a Python file, or module.path:NAME.", names="code"
+    )
 
 
 ARGUMENTS = (ChatArguments,)

@@ -51,7 +51,7 @@ class ServingArguments(AnsweringArguments):
     web_port: int = flag(7860, "TCP port of the chat page.", bounds="at least 0 and at most 65535")
     language: str | None = flag(None, "Of the chat page; by default the browser's.", choices=tuple(LANGUAGES))
     tools: str | None = flag(
-        None, "calculator, or module.path:NAME of functions, which the chat page runs.", names="code"
+        None, "Tools that the chat page runs: calculator, a Python file, or module.path:NAME.", names="code"
     )
     dtype: str = flag("auto", "auto takes the dtype of the weights.")
     seed: int | None = flag(None, "Seed of the sampling.")

@@ -25,6 +25,7 @@ import hf_pretrain_cli
 from ..runtime.errors import UserError
 from ..runtime.names import check_word
 from ..runtime.signals import UserCodeExit, guard_user_code, running_user_code
+from .tool_process import load_functions
 
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -95,14 +96,33 @@ def _is_too_large(base: Any, exponent: Any) -> bool:
 
 
 def load_tools(names: list[str] | None) -> list[Callable[..., Any]] | None:
-    """Return tools by name: `calculator`, or `module.path:name` of a function or a list of functions."""
+    """
+    Return tools by name: `calculator`, the functions of a file such as `tools.py`, or `module.path:name` of a function
+    or a list of functions, which run in this process.
+    """
     if names is None:
         return None
     loaded: list[Callable[..., Any]] = []
     for name in names:
+        if name.endswith(".py"):
+            loaded += _load_file(name)
+            continue
         found = calculator if name == "calculator" else load_object(name, flag="--tools", known=["calculator"])
         loaded += found if isinstance(found, list) else [found]
     return loaded
+
+
+def _load_file(path: str) -> list[Callable[..., Any]]:
+    try:
+        functions = load_functions(path)
+        # A tool needs type hints and a docstring, which transformers demands.
+        described = [get_json_schema(each) for each in functions]
+    # The file is the user's, so anything may happen.
+    except (Exception, SystemExit) as error:
+        raise UserError(f"--tools {path}: {type(error).__name__}: {error}") from error
+    if not described:
+        raise UserError(f"--tools {path} defines no function without a leading underscore.")
+    return functions
 
 
 def offer_tools(name: str | None) -> tuple[list[dict[str, Any]] | None, dict[str, Callable[..., Any]]]:

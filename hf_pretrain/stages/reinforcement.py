@@ -80,7 +80,7 @@ class TaskArguments(ReadingArguments):
         form="What to train: Rewards",
     )
     tools: list[str] | None = flag(
-        None, "Tools that the model may call while it answers: calculator, or module.path:function.", names="code"
+        None, "Tools that the model may call: calculator, a Python file, or module.path:function.", names="code"
     )
 
     def prepare_tasks(

@@ -1,5 +1,6 @@
 """The chat template of a run, and the text of the assistant in it, also where the template does not mark it."""
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from .control_tokens import (
     BOS_TOKEN,
     CHAT_TEMPLATE,
     EOS_TOKEN,
+    RESPONSE_TEMPLATE,
     control_pattern,
     find_turn_end,
     render_guarded,
@@ -127,7 +129,10 @@ def set_template(
     if chat_template == "minimind" and not tokenizer.get_added_vocab().keys() >= {BOS_TOKEN, EOS_TOKEN}:
         missing = f"{BOS_TOKEN} and {EOS_TOKEN}, which are no tokens of this tokenizer"
         raise UserError(f"--chat_template minimind uses {missing}. Write a template with its own control tokens.")
-    template = CHAT_TEMPLATE if chat_template == "minimind" else tokenizer.chat_template
+    template = tokenizer.chat_template
+    if chat_template == "minimind":
+        # `chat` and `serve` recognise the calls that this template writes.
+        template, tokenizer.response_template = CHAT_TEMPLATE, json.loads(RESPONSE_TEMPLATE)
     if chat_template not in (None, "minimind"):
         try:
             template = Path(chat_template).read_text(encoding="utf-8")
