@@ -112,9 +112,12 @@ def test_the_preset_that_teaches_works_in_any_directory_and_asks_only_the_questi
     assert (found["dataset_name"], found["dataset_weights"]) == ([identity, general], [0.7, 0.3])
     assert (found["eval_dataset_name"], found["eval_questions"]) == ([questions, held_out], questions)
     # The base model keeps what it knew: it teaches the general conversations, also beside the user's facts.
-    assert found["kl_to_base"] == own["kl_to_base"] == 0.5
+    assert found["kl_to_base"] == own["kl_to_base"] == 0.6
     answers = [json.loads(line)["messages"][1] for line in Path(general).read_text(encoding="utf-8").splitlines()]
-    assert {answer["weight"] for answer in answers} == {0.01}
+    # Their answers, without the weight, would be learned: only capitals are, because the model answers some in French.
+    taught = [answer["content"] for answer in answers if "weight" not in answer]
+    assert len(taught) == 8 and all(text.startswith("The capital of ") for text in taught)
+    assert {answer["weight"] for answer in answers if "weight" in answer} == {0.01}
     assert (own["dataset_name"], own["dataset_weights"]) == (["facts.jsonl", general], [0.7, 0.3])
     assert (own["eval_dataset_name"], own["eval_questions"]) == ([held_out], None)
     assert found["general_questions"] == own["general_questions"] == kept

@@ -35,7 +35,7 @@ from ..training.evaluation_arguments import EvalQuestionArguments
 from ..training.masked_loss_trainer import MaskedLossTrainer
 from ..training.settling import overriding
 from .evaluation import EvaluationArguments, ValidationArguments, make_trainer, run_tasks
-from .paired import ROUNDING, find_preset, judge, paired_difference, seed_noise
+from .paired import ROUNDING, judge, paired_difference, seed_noise
 
 
 LOSS, BITS, LOOPS = "loss in nats per token", "bits per byte", "answers that loop"
@@ -77,8 +77,7 @@ def compare_models(
         for each, examples in ((trainer, tasks), (second, others))
     ]
     _choose_unit(*(side["validation"] for side in sides))
-    presets = {find_preset(each.model.config) for each in (trainer, second)}
-    seeds = seed_noise(presets.pop()) if len(presets) == 1 and data_args.kind == "text" else None
+    seeds = seed_noise((each.model.config for each in (trainer, second)), data_args.kind)
     figures = [
         record for task in sides[0] for record in compare(task, sides[0][task], sides[1].get(task, []), seeds=seeds)
     ]

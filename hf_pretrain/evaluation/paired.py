@@ -8,6 +8,7 @@ that differ only in their seed.
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import NormalDist, stdev
 from typing import Any, NamedTuple
@@ -75,24 +76,23 @@ def student_t(degrees: int) -> float:
     return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
-def find_preset(config: Any) -> str | None:
-    """Return the preset with the shape of a model's config, if there is one."""
-    fields = config.to_dict()
-    shapes = {name: {"num_experts": 0} | shape for name, shape in PRESETS.items()}
-    return next((name for name, shape in shapes.items() if shape.items() <= (shape | fields).items()), None)
-
-
-def seed_noise(preset: str | None) -> tuple[float, str] | None:
+def seed_noise(configs: Iterable[Any], kind: str) -> tuple[float, str] | None:
     """
     Return how far the validation losses of two runs of a preset with different seeds are apart in 95 of 100 cases, in
-    nats per token, and what was measured; `None` if nobody has measured this preset.
+    nats per token, and what was measured; `None` if nobody has measured models of these shapes on such data.
+
+    Args:
+        configs (`Iterable` of [`~transformers.PreTrainedConfig`]): the configs of the models.
+        kind (`str`): the kind of the validation set, such as `text`.
     """
-    record = json.loads(_SEED_NOISE.read_text(encoding="utf-8")).get(preset)
-    if record is None:
-        return None
-    losses = record["losses"]
-    about = f"{len(losses)} runs of {preset} of {record['max_steps']} steps on {record['data']}"
-    return student_t(len(losses) - 1) * math.sqrt(2) * stdev(losses.values()), about
+    shapes = [{"num_experts": 0} | config.to_dict() for config in configs]
+    for preset, record in json.loads(_SEED_NOISE.read_text(encoding="utf-8")).items():
+        shape = record.get("shape") or PRESETS[preset]
+        if kind == record["kind"] and all(shape.items() <= fields.items() for fields in shapes):
+            losses = record["losses"]
+            about = f"{len(losses)} runs of {preset} on {record['data']}"
+            return student_t(len(losses) - 1) * math.sqrt(2) * stdev(losses.values()), about
+    return None
 
 
 def judge(difference: Difference, *, lower_is_better: bool, seeds: tuple[float, str] | None) -> str:
