@@ -257,9 +257,9 @@ def _say_killed(name: str) -> int:
 
 def _count_memory_kills() -> int:
     """Return how many processes the kernel has ended because memory had run out; 0 where it does not count them."""
-    counts = Path("/proc/vmstat")
-    found = re.search(r"^oom_kill (\d+)", counts.read_text() if counts.exists() else "", re.MULTILINE)
-    return int(found[1]) if found else 0
+    with contextlib.suppress(OSError, TypeError):
+        return int(re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+    return 0
 
 
 def _run_launcher(module: str, command: list[str]) -> int:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -79,13 +79,14 @@ class ToolProcess:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 command = [sys.executable, __file__, self.path, str(MAX_SECONDS)]
-                pipes = partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                self._process = pipes(command, text=True, encoding="utf-8")
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+                )
             begin = time.monotonic()
             try:
                 print(json.dumps([name, arguments]), file=self._process.stdin, flush=True)
                 line = self._process.stdout.readline()  # type: ignore[union-attr]
-            except BrokenPipeError:
+            except OSError:
                 line = ""
             if not line:
                 self._process.wait()
