@@ -233,13 +233,13 @@ def start(command: list[str], environment: dict[str, str], *, is_stage: bool = T
 def _run_process(command: list[str], environment: dict[str, str]) -> int:
     """Run a command that stops with its parent, pass on signals, and return its exit status."""
     kills = _count_memory_kills()
-    process = subprocess.Popen(command, env=environment | {"HF_PRETRAIN_IS_STAGE": "1"})
+    parents = int(environment.get("HF_PRETRAIN_PARENTS", 0)) + 1
+    process = subprocess.Popen(command, env=environment | {"HF_PRETRAIN_PARENTS": str(parents)})
     # Ctrl-C reaches both processes. A training takes the copy for the same signal.
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if os.name == "posix" else ("SIGINT",):
         if signal.getsignal(number := signal.Signals[name]) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_IGN if os.name == "nt" else lambda number, _: process.send_signal(number))
-    status = process.wait()
-    if status == -signal.SIGINT:
+    if (status := process.wait()) == -signal.SIGINT:
         raise KeyboardInterrupt
     if status == -signal.SIGKILL and _count_memory_kills() > kills:
         return _say_killed("the run")

@@ -163,10 +163,11 @@ def watch_launcher(name: str) -> None:
     A dead launcher can neither forward signals nor end its ranks, which would write into the directory of the next
     run. A process that a user started may outlive its shell, so it is not watched.
     """
-    # `from_scratch` sets the variable for its stages.
-    if name == "python" and "HF_PRETRAIN_IS_STAGE" not in os.environ:
+    # The command `hf-pretrain` sets the variable, and so does `from_scratch`, which starts it.
+    num_parents = int(os.environ.get("HF_PRETRAIN_PARENTS", 0))
+    if name == "python" and not num_parents:
         return
-    chain = _ancestors(next((each.num_levels for each in LAUNCHERS.values() if each.command == name), 1))
+    chain = _ancestors(next((each.num_levels for each in LAUNCHERS.values() if each.command == name), num_parents))
     is_orphan = _adopts_orphans(chain[0])
 
     def watch() -> None:

@@ -135,7 +135,7 @@ class Budget:
         command = [sys.executable, hf_pretrain_cli.__file__, *words, "--output_dir", str(self.path.parent / words[0])]
         # If this process is killed, the stage stops, too.
         options: dict[str, Any] = {
-            "env": os.environ | {"HF_PRETRAIN_IS_STAGE": "1"},
+            "env": os.environ | {"HF_PRETRAIN_PARENTS": "1"},
             "text": True,
             "errors": "replace",
         }
