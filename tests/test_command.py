@@ -245,18 +245,21 @@ def test_two_ranks_print_one_line_which_comes_last(launcher, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-# A launcher passes SIGTERM to its ranks, and they save.
+# A launcher passes SIGTERM to its ranks, and they save. They save, too, if it is killed.
 @pytest.mark.parametrize(
-    ("victim", "number", "status", "last"),
+    ("nproc", "victim", "number", "status", "last"),
     [
-        ("launcher", signal.SIGTERM, 143, "Stopped by SIGTERM"),
-        ("rank", signal.SIGKILL, 137, "error: process 1 was ended by SIGKILL."),
+        (2, "launcher", signal.SIGTERM, 143, "Stopped by SIGTERM"),
+        (2, "rank", signal.SIGKILL, 137, "error: process 1 was ended by SIGKILL."),
+        (1, "launcher", signal.SIGTERM, 143, "Stopped by SIGTERM"),
+        (1, "launcher", signal.SIGINT, 130, "Stopped by SIGINT"),
+        (1, "launcher", signal.SIGKILL, -signal.SIGKILL, "Stopped by SIGTERM"),
     ],
 )
-def test_the_status_of_a_signal_reaches_the_shell(tmp_path, victim, number, status, last):
+def test_the_status_of_a_signal_reaches_the_shell(tmp_path, nproc, victim, number, status, last):
     _, _, *flags = command(make_workspace(tmp_path), tmp_path / "run", "--max_steps", "20000")
     watch = Stopwatch()
-    with start([sys.executable, "-m", "hf_pretrain_cli", "pretrain", "--nproc", "2", *flags]) as process:
+    with start([sys.executable, "-m", "hf_pretrain_cli", "pretrain", "--nproc", str(nproc), *flags]) as process:
         wait_for((tmp_path / "run/checkpoint-2").is_dir, process)
         watch.begin()
         (process if victim == "launcher" else ranks(process)[1]).send_signal(number)
