@@ -4,6 +4,7 @@ import socket
 import threading
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 from filelock import FileLock
@@ -14,6 +15,7 @@ from hf_pretrain.inference.inference_arguments import load_engine
 from hf_pretrain.inference.llama_cpp import EngineEnded, LlamaCppModel
 from hf_pretrain.inference.serving import ModelServer, check_ports
 from hf_pretrain.inference.terminal_chat import Chat
+from hf_pretrain.inference.tools import offer_tools
 from hf_pretrain.tokenizer.training import train_tokenizer
 from recipes.serve import ServingArguments
 from recipes.serve import main as serve
@@ -25,6 +27,16 @@ from tests.toys import toy_model, write_jsonl
 @cache
 def tokenizer():
     return train_tokenizer(["one two three four"] * 4, vocab_size=320)
+
+
+def offer_file(content):
+    def offer():
+        with TemporaryDirectory() as directory:
+            path = Path(directory, "mine.py")
+            path.write_text(content)
+            offer_tools(str(path))
+
+    return offer
 
 
 def read(record, **options):
@@ -144,6 +156,15 @@ MISTAKES = [
     Mistake("llama.cpp did not start: its process ended with status -6", start_llama_cpp),
     Mistake("--engine llama.cpp: .* cannot be converted", load_other_model(engine="llama.cpp")),
     Mistake("no generation of MiniMind has these names", load_other_model(rope_scaling="1024:4")),
+    Mistake(
+        "--tools .*mine.py: ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        offer_file("import nowhere_to_be_found"),
+    ),
+    Mistake("--tools .*mine.py: DocstringParsingException: .*has no docstring", offer_file("def plain(): pass")),
+    Mistake("--tools .*mine.py: .*Argument x is missing a type hint", offer_file('def f(x):\n    "Does."')),
+    Mistake("--tools .*mine.py: SystemExit", offer_file("exit()")),
+    Mistake("mine.py defines no function without a leading underscore", offer_file("X = 1")),
+    Mistake("--tools other.py: FileNotFoundError", lambda: offer_tools("other.py")),
     Mistake("--tools needs the chat page", lambda: serve(ServingArguments(tools="calculator"))),
     Mistake(r"Port \d+ of 127.0.0.1 cannot be used: .* Choose another", serve_at_taken_port("port")),
     Mistake(r"Port \d+ of 127.0.0.1 cannot be used", serve_at_taken_port("web_port", web=True)),

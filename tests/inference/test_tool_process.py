@@ -9,7 +9,6 @@ import pytest
 
 from hf_pretrain.inference import tool_process
 from hf_pretrain.inference.tools import call_tool, offer_tools
-from hf_pretrain.runtime.errors import UserError
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tools.py"
@@ -113,25 +112,6 @@ def test_a_tool_that_fails_gives_an_error_and_the_next_call_works(tools, monkeyp
 def test_a_long_result_is_cut(tools):
     text = call(tools[1], "write", length=5000)
     assert text == "x" * 4000 + " ... (1,000 more characters)"
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("import nowhere_to_be_found", "No module named 'nowhere_to_be_found'"),
-        ("def no_docstring(): pass", "has no docstring"),
-        ("def f(x):\n    '''Does.'''", "x"),
-        ("exit()", "SystemExit"),
-        ("X = 1", "defines no function without a leading underscore"),
-    ],
-)
-def test_a_file_that_holds_no_tools_is_refused(tmp_path, content, message):
-    path = tmp_path / "mine.py"
-    path.write_text(content)
-    with pytest.raises(UserError, match=f"--tools .*mine.py.*{message}"):
-        offer_tools(str(path))
-    with pytest.raises(UserError, match="FileNotFoundError"):
-        offer_tools(str(tmp_path / "other.py"))
 
 
 def test_the_tools_of_the_example():
