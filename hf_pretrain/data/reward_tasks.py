@@ -5,6 +5,7 @@ Tasks of reinforcement learning: prompts whose answers a program can check, embe
 |---|---|---|
 | `embedded:answer-format` | an answer of a given form to a question from the dialogues | `format` |
 | `embedded:arithmetic` | the sum, difference or product of two numbers | `arithmetic` |
+| `reasoning_gym:<family>` | the answer to a task of the package reasoning-gym | `reasoning_gym` |
 
 A task is `{"prompt": [messages], "task": str, "solution": [str], ...}`: a conversational prompt as TRL expects it, and
 the columns that the reward functions read. The first message of a prompt with tools holds them as JSON, as in
@@ -28,6 +29,7 @@ from datasets import Dataset
 from ..rows.draws import add_system_message
 from ..rows.reading import Reading
 from ..runtime.errors import UserError
+from ..runtime.named import load_named
 from ..runtime.names import DatasetName, check_word
 from .columns import parse_columns, rename_columns
 from .corpora import load_embedded
@@ -38,8 +40,8 @@ from .rejected import RejectedLines
 from .sources import find_sources, read_source
 
 
-# Maximum number of tasks per embedded kind.
-NUM_EMBEDDED = 2000
+# Maximum number of tasks of each kind that a program makes.
+NUM_TASKS = 2000
 # A question anywhere in a line of a dialogue. The lookahead finds overlapping questions. Only questions that fill a
 # whole line become tasks.
 ENGLISH_QUESTION = re.compile(
@@ -113,13 +115,13 @@ EMBEDDED_TASKS = {"answer-format": _answer_formats, "arithmetic": _arithmetic}
 TASK_COLUMNS: dict[str, Any] = {"solution": [], "answer_format": None, "tools": None}
 
 
-def _load_embedded_tasks(name: str, seed: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _load_embedded_tasks(name: str, seed: int, num_tasks: int) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield the tasks of one embedded kind, each with the origins of the documents behind it."""
     task = name.removeprefix("embedded:")
     check_word("--dataset_name", name, [f"embedded:{task}" for task in EMBEDDED_TASKS])
     # With the name in the seed, each kind of task gets a different random sequence.
     rows = EMBEDDED_TASKS[task](random.Random(f"{seed} {task}"))
-    for row in itertools.islice(rows, NUM_EMBEDDED):
+    for row in itertools.islice(rows, num_tasks):
         # The split of tasks without documents hashes their prompt.
         origins = row.pop("origins", None) or [json.dumps(row["prompt"])]
         yield TASK_COLUMNS | row | {"task": task}, origins
@@ -204,6 +206,9 @@ def load_tasks(
     add_system_ratio: float = 0.0,
     rejected_path: str | Path | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
+    num_tasks: int = NUM_TASKS,
+    level: int | None = None,
+    raises: bool = False,
 ) -> tuple[Dataset, Dataset]:
     """
     Load the training set and the validation set of tasks.
@@ -212,13 +217,16 @@ def load_tasks(
     validation set if all of these documents are in the validation sets of the other stages.
 
     Args:
-        dataset_names (`list[str]`): each name is `embedded:<task>`, a path, glob or directory, or a Hub id, with
-            records in a format of [`read_task`].
+        dataset_names (`list[str]`): each name is `embedded:<task>`, `reasoning_gym:<family>`, a path, glob or
+            directory, or a Hub id, with records in a format of [`read_task`].
         reading ([`~rows.reading.Reading`]): how the user wants them to be read and divided. Its seed is also the seed
             of the embedded tasks and of the random system messages.
         add_system_ratio (`float`, defaults to 0.0): share of the tasks that get a random system message.
         rejected_path (`str` or `Path`, *optional*): JSONL file that lists bad lines.
         check (`Callable`, *optional*): raises `BadRecord` for a task of the user that is unfit for training.
+        num_tasks (`int`): maximum number of tasks for each name of the first two kinds.
+        level (`int`, *optional*): level of the tasks of reasoning-gym; by default, each family's own difficulty.
+        raises (`bool`, defaults to `False`): whether their level may rise, so that all higher ones are made, too.
 
     Returns:
         `tuple`: training set and validation set.
@@ -239,8 +247,12 @@ def load_tasks(
     loaded: list[tuple[dict[str, Any], list[str]]] = []
     for name in dataset_names:
         num_before = len(loaded)
-        if DatasetName.parse(name).is_embedded:
-            loaded += [(finish(task, is_embedded=True), found) for task, found in _load_embedded_tasks(name, seed)]
+        if name.startswith("reasoning_gym"):
+            load = load_named("hf_pretrain.data.reasoning_gym_tasks:load_gym_tasks")
+            loaded += load(name, reading, rejected, finish, num_tasks, level, raises)
+        elif DatasetName.parse(name).is_embedded:
+            rows = _load_embedded_tasks(name, seed, num_tasks)
+            loaded += [(finish(task, is_embedded=True), found) for task, found in rows]
         else:
             loaded += _read_tasks(name, reading, rejected, finish)
         if len(loaded) == num_before:

@@ -35,6 +35,8 @@ def find_sources(name: str) -> list[str] | None:
     if name.startswith("embedded:"):
         check_word("The dataset", name, ("embedded", *EMBEDDED_SOURCES))
         return [name]
+    if DatasetName.parse(name).repo_id == "reasoning_gym":
+        raise UserError(f"{name} stands for prompts without answers to learn. Only `hf-pretrain grpo` reads them.")
     if not name.strip():
         raise UserError("The name of a dataset is empty. Name a file, a directory, a glob or a dataset on the Hub.")
     path = Path(name.removeprefix("file://")).expanduser()

@@ -36,6 +36,7 @@ Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 # Charts with one figure each: title, name in the log, title of the y axis.
 _CHARTS = (
     ("Reward accuracy", "rewards/accuracies", "share of the pairs"),
+    ("Level of the tasks", "task_level", "level"),
     ("Completion length", "completions/mean_length", "tokens"),
     ("KL divergence from the reference model", "kl", "nats"),
     ("Groups with equal rewards", "frac_reward_zero_std", "share of the prompts"),

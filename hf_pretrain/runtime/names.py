@@ -91,8 +91,8 @@ class DatasetName:
 
     @property
     def is_embedded(self) -> bool:
-        """True if the name means the embedded corpora (`embedded`, `embedded:chatterbot`)."""
-        return self.repo_id == "embedded"
+        """True if an installed package holds or makes the data (`embedded:chatterbot`, `reasoning_gym:gcd`)."""
+        return self.repo_id in ("embedded", "reasoning_gym")
 
 
 def may_be_checkpoint(name: str | Path) -> bool:

@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model, send_to_device
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils import logging
 
-from ..data.reward_tasks import load_tasks
+from ..data.reward_tasks import NUM_TASKS, load_tasks
 from ..data.sources import name_eval_sets
 from ..rows.data_arguments import ReadingArguments
 from ..rows.preparation import PreparedData, end_preview
 from ..runtime.errors import UserError, as_user_errors, needing_extra
-from ..runtime.flags import flag
+from ..runtime.flags import content_flag, flag
 from ..runtime.json_files import read_json
 from ..runtime.names import public_name
 from ..tokenizer.chat_template import fix_date
@@ -40,6 +39,7 @@ from ..training.settling import overriding
 from ..training.training_arguments import LMTrainingArguments
 from .log_probs import replace_heads
 from .record_template import RecordTemplate
+from .reward_history import KnownFigures, TaskLevel
 from .rewards import REWARDS, answer_of, task_check
 from .trl_trainer import TrlTrainer
 
@@ -52,12 +52,8 @@ with needing_extra("trl", "Reinforcement learning needs TRL"):
     from trl.trainer.callbacks import SyncRefModelCallback
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-logger = logging.get_logger(__name__)
-
 # Maximum number of brackets in the tool calls of a completion. Real calls have ten or twenty.
 MAX_BRACKETS = 200
-# After so many steps without a difference between rewards, a run says that it learns nothing.
-STEPS_WITHOUT_SIGNAL = 10
 # File of a checkpoint: the completions of each rank that later steps train on.
 GENERATION_NAME = "generation.pt"
 ENTROPY_NAME = "entropy_ctrl_state.json"
@@ -69,7 +65,13 @@ class TaskArguments(ReadingArguments):
 
     dataset_name: list[str] = flag(
         ["embedded:answer-format"],
-        "One or more of embedded:answer-format, embedded:arithmetic, JSONL (path, glob, directory), a Hub id.",
+        "One or more of embedded:answer-format, embedded:arithmetic, reasoning_gym:NAME, JSONL, a Hub id.",
+    )
+    num_tasks: int = content_flag(
+        NUM_TASKS, "Largest number of tasks of each embedded:NAME and reasoning_gym:NAME.", bounds="at least 1"
+    )
+    task_level: int | None = content_flag(
+        None, "Level of the tasks of reasoning_gym:NAME, from 0, the easiest; by default a mixture of the package."
     )
     add_system_ratio: float = flag(
         0.0, "Share of the prompts with a random system message, e.g. 0.2.", bounds="at least 0 and at most 1"
@@ -98,14 +100,20 @@ class TaskArguments(ReadingArguments):
         tokenizer.chat_template = fix_date(tokenizer.chat_template, training_args.date)
         check = task_check(tokenizer, **limits, **training_args.chat_template_kwargs or {})
         reading = self.reading(training_args.seed)
+        raises = training_args.raise_level_at is not None
+        level = 0 if raises and self.task_level is None else self.task_level
         # Without a fraction for validation, the training set is the whole set.
         whole = replace(reading, validation_fraction=0.0)
-        load = partial(load_tasks, add_system_ratio=self.add_system_ratio, check=check)
+        options: dict[str, Any] = {"check": check, "num_tasks": self.num_tasks, "level": level}
+        load: Any = partial(load_tasks, add_system_ratio=self.add_system_ratio, **options)
         named = name_eval_sets(self.eval_dataset_name, self.dataset_name)
         eval_sets = {label: load([name], whole)[0] for label, name in named.items()}
         is_kept = not (training_args.process_index or training_args.dry_run or training_args.preview)
         rejected_path = Path(training_args.output_dir, "rejected.jsonl") if is_kept else None
-        train, validation = load(self.dataset_name, whole if eval_sets else reading, rejected_path=rejected_path)
+        found = {"rejected_path": rejected_path, "raises": raises}
+        train, validation = load(self.dataset_name, whole if eval_sets else reading, **found)
+        if self.task_level is not None and "reasoning_gym" not in train.column_names:
+            raise UserError(f"--task_level {self.task_level} needs a --dataset_name reasoning_gym:NAME.")
         eval_sets = eval_sets or {"": validation}
         report = [
             f"Training: {len(train):,} tasks, {training_args.num_generations} completions each",
@@ -136,6 +144,11 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
     thinking_ratio: float | None = flag(
         None,
         "Share of the prompts that ask for a thought; the others get an empty one.",
+        bounds="at least 0 and at most 1",
+    )
+    raise_level_at: float | None = flag(
+        None,
+        "Mean reward of reasoning_gym, over ten generations, at which the level of its tasks rises, e.g. 0.8.",
         bounds="at least 0 and at most 1",
     )
     # Settings of TRL's `RLOOConfig`, which its trainer reads, with TRL's defaults.
@@ -257,33 +270,6 @@ class SavedGeneration:
         trainer._step, trainer._buffered_inputs = send_to_device(generation[args.process_index], args.device)
 
 
-class KnownFigures(TrainerCallback):
-    """
-    Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others. Warn once if
-    the rewards of all groups were equal for ten steps, in which they taught nothing.
-    """
-
-    def __init__(self):
-        # The last step that was logged with a group whose rewards differ.
-        self.last_signal: int | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.last_signal = state.global_step
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs.get("frac_reward_zero_std", 1.0) < 1.0:
-            self.last_signal = state.global_step
-        elif "frac_reward_zero_std" in logs and state.global_step - self.last_signal >= STEPS_WITHOUT_SIGNAL:
-            logger.warning_once(
-                f"In {STEPS_WITHOUT_SIGNAL} steps, all completions of each prompt got the same reward, which teaches "
-                "nothing. Sample hotter (--temperature), take easier or harder tasks or other --rewards, raise "
-                "--num_generations, or fine-tune on examples first (hf-pretrain sft)."
-            )
-        for entry in (logs, state.log_history[-1]):
-            for name in [name for name, value in entry.items() if value is None]:
-                del entry[name]
-
-
 def _prepare_reference(trainer: Any, reference: PreTrainedModel) -> torch.nn.Module:
     """Prepare our reference model as TRL prepares its own."""
     args = trainer.args
@@ -341,6 +327,9 @@ class ReinforcementTrainer(TrlTrainer):
             run.fixed_weights["reference model"] = digest_weights(reference.parameters())
             self.ref_model = _prepare_reference(self, reference)
             self._keep_reference()
+        raises = args.raise_level_at is not None
+        self.task_level = TaskLevel(self.train_dataset, args.raise_level_at) if raises else None
+        run.saved_states += [self.task_level] if raises else []
         if not args.cast_lm_head_to_fp32:
             replace_heads(self, "entropy", temperature=self.temperature)
 
@@ -351,6 +340,10 @@ class ReinforcementTrainer(TrlTrainer):
     def _track_num_input_tokens(self, *args: Any) -> None:
         """Do nothing: TRL counts tokens where it generates them."""
 
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        rows = inputs if self.task_level is None else [self.task_level.choose(row) for row in inputs]
+        return super().training_step(model, rows, *args)
+
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         """Calculate the rewards, and keep the shares of completions that each reward rates."""
         rewards = super()._calculate_rewards(*args)
@@ -358,6 +351,10 @@ class ReinforcementTrainer(TrlTrainer):
         is_scored = (~rewards.isnan()).float()
         names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_func_names)]
         self.shares = dict(zip(names, [is_scored.amax(1).mean().item(), *is_scored.mean(0).tolist()], strict=True))
+        if self.task_level is not None and self.model.training:
+            reward = rewards[:, self.reward_func_names.index("reasoning_gym_reward")].nanmean().item()
+            self._metrics["train"]["task_level"].append(float(self.task_level.level))
+            self.task_level.count(reward, self.state)
         return rewards
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:

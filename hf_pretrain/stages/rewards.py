@@ -20,6 +20,7 @@ from ..data.formats import BadRecord
 from ..data.reward_tasks import ANSWER_FORMATS
 from ..inference.tools import load_object, read_schemas
 from ..runtime.errors import UserError
+from ..runtime.named import load_named
 from ..runtime.names import check_word
 from ..tokenizer.control_tokens import encode_chat
 from .minimind_rewards import Completion, agent, closed_thought, length, repetition, thought_length, turns_of
@@ -108,11 +109,20 @@ def agent_reward(completion: Completion, tools: str | None = None, solution: Any
     return agent(turns_of(completion), read_schemas(tools) if tools else [], _values(solution))
 
 
+@_by_completion
+def reasoning_gym_reward(completion: Completion, reasoning_gym: Any = None, **columns: Any) -> float | None:
+    """Return what the verifier of a task of reasoning-gym gives, [`~data.reasoning_gym_tasks.score_answer`]."""
+    if reasoning_gym is None:
+        return None
+    return load_named("hf_pretrain.data.reasoning_gym_tasks:score_answer")(answer_of(completion), reasoning_gym)
+
+
 REWARDS: dict[str, Reward] = {
     "format": format_reward,
     "arithmetic": arithmetic_reward,
     **{rule.__name__: _rule(rule) for rule in (length, thought_length, closed_thought, repetition)},
     "agent": agent_reward,
+    "reasoning_gym": reasoning_gym_reward,
 }
 
 
@@ -165,6 +175,8 @@ def task_check(
     options = {"add_generation_prompt": True} | options
 
     def check(task: dict[str, Any]) -> None:
+        if task.get("reasoning_gym") and reasoning_gym_reward not in rewards:
+            raise UserError(f"{task['task']} needs its verifier: add reasoning_gym to --rewards.")
         _check_rewards(rewards, task)
         own = tools_of(task["prompt"])
         unknown = {tool["function"]["name"] for tool in own or []} - {tool.__name__ for tool in tools or []}
