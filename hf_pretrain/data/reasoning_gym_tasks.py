@@ -28,20 +28,23 @@ from .reward_tasks import TASK_COLUMNS
 with needing_extra("reasoning_gym", "Tasks of reasoning_gym need the package reasoning-gym"):
     from reasoning_gym.factory import CURRICULA, DATASETS
 
-# Families that a run cannot use, with the reason.
-UNFIT = {"composite": "mixes other families"}
-UNFIT |= dict.fromkeys(
-    "codeio isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note word_ladder".split(),
-    "makes other tasks in each process, so no run could resume",
-)
-UNFIT |= dict.fromkeys(
-    "intermediate_integration n_queens simple_integration string_insertion".split(),
-    "has a verifier that runs the answers of the model as Python code",
-)
+# Families that a run cannot use, by what they do.
+UNFIT = {
+    "mixes other families": {"composite"},
+    "makes other tasks in each process, so no run could resume": {
+        *("codeio", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication"),
+        *("ransom_note", "word_ladder"),
+    },
+    "has a verifier that runs the answers of the model as Python code": {
+        *("intermediate_integration", "n_queens", "simple_integration", "string_insertion"),
+    },
+}
 # The verifiers of these families do so, too, but a right answer needs only numbers, brackets and operators. Powers and
 # repeated lists could take all memory.
 RUNS_ANSWERS = {"binary_matrix", "countdown", "puzzle24", "spiral_matrix"}
 HARMLESS = re.compile(r"(?s)(?!.*\*\*)[\d\s()+*/.-]*|[\d\s,\[\]-]*")
+# So often the level may rise in a run, because the tasks are made and checked before it begins.
+MAX_RISES = 10
 
 
 @cache
@@ -86,14 +89,14 @@ def _find_levels(name: str, level: int | None, raises: bool) -> list[int | None]
     """Return the levels of the tasks of a family. Raise `UserError` if there is none, or a run cannot use it."""
     family = name.removeprefix("reasoning_gym:")
     check_word("--dataset_name", name, [f"reasoning_gym:{each}" for each in DATASETS])
-    if family in UNFIT:
-        raise UserError(f"{name} {UNFIT[family]}. Name another family.")
+    for reason in (reason for reason, families in UNFIT.items() if family in families):
+        raise UserError(f"{name} {reason}. Name another family.")
     attributes = CURRICULA[family]().attributes.values() if family in CURRICULA else ()
     num_levels = max((len(each.levels) for each in attributes), default=0)
     if level is not None and level >= num_levels:
         known = f"the levels 0 to {num_levels - 1}" if num_levels else "no levels"
         raise UserError(f"--task_level {level}: {name} has {known}. Choose another level or family.")
-    return [level, *(range(level + 1, num_levels) if raises else ())]
+    return [level, *(range(level + 1, min(num_levels, level + 1 + MAX_RISES)) if raises else ())]
 
 
 def load_gym_tasks(
@@ -131,6 +134,6 @@ def load_gym_tasks(
         rejected.num_lines += 1
         try:
             task, *harder = map(finish, rows)
-            yield task | {"harder": [json.dumps(each) for each in harder]}, [text]
+            yield task | ({"harder": [json.dumps(each) for each in harder]} if raises else {}), [text]
         except BadRecord as error:
             rejected.add(name, index, error.reason)

@@ -18,7 +18,7 @@ from hf_pretrain.inference.tools import calculator
 from hf_pretrain.loading.adapters import AdapterArguments
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.run_directory.history import read_run
-from hf_pretrain.stages import reinforcement
+from hf_pretrain.stages import reward_history
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
 from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.training.parsing import parse_args
@@ -211,8 +211,8 @@ def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
 @pytest.mark.parametrize(("algorithm", "teaches"), [("grpo", False), ("rloo", False), ("grpo", True)])
 def test_rewards_that_teach_nothing_are_said(tokenizer, tmp_path, monkeypatch, algorithm, teaches):
     said: list[str] = []
-    monkeypatch.setattr(reinforcement.logger, "warning_once", said.append)
-    monkeypatch.setattr(reinforcement, "STEPS_WITHOUT_SIGNAL", 2)
+    monkeypatch.setattr(reward_history.logger, "warning_once", said.append)
+    monkeypatch.setattr(reward_history, "STEPS_WITHOUT_SIGNAL", 2)
     rewards = iter(range(1000))
     functions = [lambda completions, **columns: [float(next(rewards)) if teaches else 0.5 for _ in completions]]
     trainer = toy_trainer(tokenizer, tmp_path, algorithm=algorithm, trainer={"reward_funcs": functions})
@@ -221,7 +221,7 @@ def test_rewards_that_teach_nothing_are_said(tokenizer, tmp_path, monkeypatch, a
 
 
 def test_ten_steps_without_a_difference_are_counted_from_the_last_one_with_some():
-    figures, said = reinforcement.KnownFigures(), []
+    figures, said = reward_history.KnownFigures(), []
 
     def log(step, share):
         state = SimpleNamespace(global_step=step, log_history=[{}])
@@ -230,7 +230,7 @@ def test_ten_steps_without_a_difference_are_counted_from_the_last_one_with_some(
 
     figures.on_train_begin(None, SimpleNamespace(global_step=20), None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reinforcement.logger, "warning_once", said.append)
+        patch.setattr(reward_history.logger, "warning_once", said.append)
         # An evaluation has no groups.
         assert not any(log(*each) for each in ((21, 1.0), (29, 0.75), (30, None), (38, 1.0)))
         assert log(39, 1.0) and said[0].startswith("In 10 steps, all completions of each prompt got the same reward")
