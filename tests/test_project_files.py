@@ -124,9 +124,9 @@ def test_pyproject_names_everything_that_is_imported():
     declared = distributions([*PROJECT["dependencies"], *extras])
     modules = set().union(*(imported(path, always=False) for path in paths))
     assert {"torch", "trl", "lm_eval", "gguf"} <= modules and not undeclared(modules, declared)
-    # What runs without an extra: every package but those of TRL, lm-eval and pages, all but the model with an adapter,
-    # and the recipe of pretraining.
-    others = {"board", "stages", "evaluation", "inference", "recipes", "adapted_model.py"}
+    # What runs without an extra: every package but those of TRL, lm-eval and pages, all but the model with an adapter
+    # and the tasks of reasoning-gym, and the recipe of pretraining.
+    others = {"board", "stages", "evaluation", "inference", "recipes", "adapted_model.py", "reasoning_gym_tasks.py"}
     paths = [path for path in paths if others.isdisjoint(path.parts)]
     modules = set().union(*(imported(path, always=True) for path in [*paths, ROOT / "recipes/pretrain.py"]))
     # It installs on Linux only, so only functions import it.

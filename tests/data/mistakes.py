@@ -93,6 +93,10 @@ def from_the_hub(rows: Any, **how: Any) -> Callable[..., object]:
     )
 
 
+def makes(family: str, **options: Any) -> Callable[[], object]:
+    return call(load_tasks, [f"reasoning_gym:{family}"], **options)
+
+
 def load_tasks_of(column: list) -> Callable[[Path], object]:
     rows = [{"prompt": f"{value}?", "solution": value} for value in column]
     return lambda tmp_path: load_tasks([write_jsonl(tmp_path / "tasks.jsonl", rows)], Reading(kind="task"))
@@ -244,6 +248,14 @@ DOCUMENTS: dict[str, Callable[..., object]] = {
     "--train_fraction 1.5 must be": call(PreferenceArguments, train_fraction=1.5),
     "values of several types, or integers above 64 bits.* Write them as text": load_tasks_of([10**30, 1]),
     "A column of the tasks has values of several types": load_tasks_of([1, "2"]),
+    "leg_countin is unknown; the nearest one is reasoning_gym:leg_counting": makes("leg_countin"),
+    "reasoning_gym:composite mixes other families. Name another": makes("composite"),
+    "word_ladder makes other tasks in each process": makes("word_ladder"),
+    "n_queens has a verifier that runs the answers of the model as Python": makes("n_queens"),
+    "--task_level 36: reasoning_gym:leg_counting has the levels 0 to 35. Choose": makes("leg_counting", level=36),
+    "--task_level 0: reasoning_gym:acre has no levels. Choose another": makes("acre", level=0),
+    "reasoning-gym fails to make .*'caesar_cipher', 'level': 3.*rotation must be": makes("caesar_cipher", level=3),
+    "reasoning_gym:gcd stands for prompts without answers.*grpo": call(find_sources, "reasoning_gym:gcd"),
     "--page shows conversations. Pass --tokenizer": lambda tmp_path: inspect_data(
         [write_jsonl(tmp_path / "a.jsonl", ["one"])], Reading(kind=None), page=str(tmp_path / "a.html")
     ),

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedConfig
 from transformers.utils import get_json_schema
 
@@ -15,7 +16,8 @@ from hf_pretrain.loading.adapters import KeepingArguments
 from hf_pretrain.runtime.signals import UserCodeExit, guard_user_code
 from hf_pretrain.stages.distillation import DistillationArguments, check_same_vocabulary, load_teacher
 from hf_pretrain.stages.kl_to_base import BaseTerm
-from hf_pretrain.stages.reinforcement import GENERATION_NAME, GRPOTrainingArguments, SavedGeneration
+from hf_pretrain.stages.reinforcement import GENERATION_NAME, GRPOTrainingArguments, SavedGeneration, TaskArguments
+from hf_pretrain.stages.reward_history import TaskLevel
 from hf_pretrain.stages.reward_training import RewardTrainingArguments
 from hf_pretrain.stages.rewards import arithmetic_reward, format_reward, load_reward_functions, task_check
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -84,6 +86,12 @@ def synchronised(recipe, **flags):
         make_trl_trainer(recipe, *make_records(4), output_dir=str(tmp_path), sync_ref_model=True, **flags)
 
     return make
+
+
+def choose_a_level(tmp_path):
+    args = GRPOTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    tasks = TaskArguments(["embedded:arithmetic"], rewards=["arithmetic"], task_level=2)
+    tasks.prepare_tasks(args, small_tokenizer(), rewards=[arithmetic_reward], max_prompt_length=99)
 
 
 def resume_with_other_batches(tmp_path):
@@ -156,6 +164,15 @@ MISTAKES = [
         UserCodeExit,
     ),
     # Tasks.
+    Mistake("--raise_level_at: no task has a higher level. Name", lambda: TaskLevel(Dataset.from_list([{}]), 0.5)),
+    Mistake(
+        "reasoning_gym:gcd needs its verifier: add reasoning_gym to --rewards",
+        lambda: task_check(small_tokenizer(), rewards=[format_reward], max_prompt_length=9)(
+            {"task": "reasoning_gym:gcd", "reasoning_gym": {"family": "gcd"}}
+        ),
+    ),
+    Mistake("--task_level 2 needs a --dataset_name reasoning_gym:NAME", choose_a_level),
+    Mistake("--raise_level_at 1.5 must be at least 0 and at most 1", given(raise_level_at=1.5)),
     Mistake("--rewards format arith.* no score", asked(rewards=[format_reward, arithmetic_reward]), BadRecord),
     Mistake("offers the tool calculator, which is not in --tools", asked(tools=[len]), BadRecord),
     Mistake("describes no tools", asked(template="{{ messages[0].content }}")),
