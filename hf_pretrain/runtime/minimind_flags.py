@@ -16,8 +16,8 @@ from .errors import UserError
 
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# MiniMind's default of its RL scripts.
-_NUM_GENERATIONS = "6"
+# What train_agent.py limits by itself: the tokens of a rollout, and its turns, of which the last one calls no tool.
+_AGENT_LIMITS = {"--max_completion_length": "2500", "--max_tool_calling_iterations": "2"}
 # MiniMind's names of runs that have other names here.
 _RUNS = {"full_sft": "sft", "full_dist": "distill"}
 # The commands that replace MiniMind's scripts of inference. `evaluate` also knows the flags of training.
@@ -46,6 +46,8 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     """
     rules = ({} if stage in _INFERENCE else TABLE["all"]) | (TABLE["answers"] if stage in _ANSWERING else {})
     rules |= TABLE.get(stage, {})
+    if stage == "grpo" and any(word.partition("=")[0] == "--tools" for word in argv):
+        rules |= TABLE["agent"]
     translated: list[str] = []
     collected: dict[str, str] = {}
     words = deque(argv)
@@ -135,13 +137,11 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     if "from_teacher_weight" in collected:
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
     if "max_gen_len" in collected:
-        if "--tools" in typed:
-            fix = "Pass --max_completion_length, which counts all turns (MiniMind has up to 3) and the tools' results"
-            raise UserError(f"MiniMind's --max_gen_len counts the tokens of each turn. {fix}.")
-        more += ["--max_completion_length", collected["max_gen_len"]]
+        limits = _AGENT_LIMITS if "--tools" in typed else {"--max_completion_length": collected["max_gen_len"]}
+        more += [word for flag, limit in limits.items() if flag not in typed for word in (flag, limit)]
     if "batch_size" in collected and "--batch_size" in TABLE.get(stage, {}):
         # TRL counts completions, MiniMind prompts.
-        collected.setdefault("num_generations", _NUM_GENERATIONS)
+        collected.setdefault("num_generations", "4" if "--tools" in typed else "6")
         rows = str(int(collected["batch_size"]) * int(collected["num_generations"]))
         more += ["--per_device_train_batch_size", rows, "--per_device_eval_batch_size", rows]
     if "num_generations" in collected:

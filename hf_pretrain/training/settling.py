@@ -67,6 +67,7 @@ def overriding(args: LMTrainingArguments, **values: Any) -> Iterator[None]:
     | `dataloader_drop_last` | `_get_dataloader` | the flag is about training, not about evaluations |
     | `per_device_eval_batch_size` | `evaluation/against.py` | a batch of one row gives the sums of this row |
     | `beta`, `sync_ref_model` | constructors of TRL | TRL would load the reference model from a path |
+    | `max_completion_length` | constructors of TRL | TRL knows one limit for a turn and for all turns |
     """
     before = {name: vars(args)[name] for name in values}
     args.__dict__.update(values)

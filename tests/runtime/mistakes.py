@@ -58,7 +58,7 @@ MISTAKES = [
     minimind("--vf_coef means nothing here: there is no PPO", "pretrain", "--vf_coef 0.5"),
     minimind("--max_seq_len means nothing here: TRL takes prompts whole", "grpo", "--max_seq_len 512"),
     minimind("sglang means nothing here: TRL's engine is vLLM", "grpo", "--rollout_engine sglang"),
-    minimind("the tokens of each turn. Pass --max_completion", "grpo", "--tools calculator --max_gen_len 9"),
+    minimind("--max_total_len means nothing here: it limits rollouts with --tools", "grpo", "--max_total_len 9"),
     minimind("--backend api means .*: the tasks run the model of --model_name", "evaluate", "--backend api"),
     minimind("--temperature 0.9 means .*: the tasks take the most probable", "evaluate", "--temperature 0.9"),
     minimind("--api_key means nothing here: the tasks run the model", "evaluate", "--api_key k"),

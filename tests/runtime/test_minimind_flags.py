@@ -11,6 +11,7 @@ from hf_pretrain.runtime.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from recipes import grpo
 from tests.invariants.launching import BIN, ROOT, free_port, start
 from tests.toys import write_jsonl
 
@@ -66,6 +67,15 @@ TRANSLATED = [
     ("grpo --batch_size 2 --max_gen_len 9", f"--max_completion_length 9 {GROUPS}"),
     ("grpo --num_generations 4 --beta 0.1", "--num_generations 4 --beta 0.1"),
     (
+        "grpo --tools calculator --max_gen_len 9 --batch_size 2 --max_seq_len 64",
+        "--tools calculator --max_turn_length 9 --max_completion_length 2500 --max_tool_calling_iterations 2 "
+        "--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --num_generations 4",
+    ),
+    (
+        "grpo --max_gen_len 9 --max_total_len 99 --max_tool_calling_iterations 5 --tools=calculator",
+        "--max_turn_length 9 --max_completion_length 99 --max_tool_calling_iterations 5 --tools=calculator",
+    ),
+    (
         "evaluate --tasks tool_call --weight grpo --backend local --stream 1 --temperature 0 --max_seq_len 64",
         "--tasks tool_call --max_length 64 --model_name_or_path out/grpo",
     ),
@@ -84,6 +94,30 @@ TRANSLATED = [
 def test_flags_are_translated(line, expected):
     stage, *flags = line.split()
     assert translate_minimind(flags, stage) == expected.split()
+
+
+# Every flag of MiniMind's train_agent.py, with its default, except those in `refused`. No tracker is installed here.
+AGENT = (
+    "--save_dir {0}/out --save_weight agent --epochs 1 --batch_size 2 --learning_rate 3e-7 --device cpu "
+    "--dtype bfloat16 --num_workers 8 --accumulation_steps 1 --grad_clip 1.0 --log_interval 1 --save_interval 10 "
+    "--hidden_size 768 --num_hidden_layers 8 --use_moe 0 --max_seq_len 1024 --max_gen_len 768 --max_total_len 2500 "
+    "--data_path agent_rl.jsonl --num_generations 4 --beta 0.1 --loss_type cispo --epsilon 0.2 --epsilon_high 5.0 "
+    "--from_weight full_sft --from_resume 0 --use_wandb --wandb_project A --use_compile 0 --debug_mode "
+    "--thinking_ratio 0.1 --reward_model_path agent --rollout_engine torch --report_to none"
+)
+
+
+def test_a_whole_command_line_of_train_agent_is_read(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/grpo.py")])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/full_sft_768.pth").touch()
+    argv = ["--tools", "examples.agent_tools:TOOLS", *AGENT.format(tmp_path).split()]
+    model, _, tasks, args = parse_args(*grpo.ARGUMENTS, stage="grpo", argv=argv)
+    assert model.model_name_or_path == str(tmp_path / "out/full_sft_768.pth") and tasks.rewards == ["agent"]
+    limits = (args.max_turn_length, args.max_completion_length, args.max_tool_calling_iterations)
+    assert limits == (768, 2500, 2)
+    assert (args.output_dir, args.per_device_train_batch_size, args.loss_type) == (f"{tmp_path}/out/agent", 8, "cispo")
 
 
 def test_an_adapter_is_found_by_its_name(tmp_path):
@@ -111,7 +145,7 @@ def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo", "chat", "serve", "evaluate"])
 def test_every_replacement_is_a_flag_of_the_stage(stage):
     known = {flag for action in recipe_parser(ROOT / f"recipes/{stage}.py")._actions for flag in action.option_strings}
-    parts = {"evaluate": ["all", "answers", "evaluate"]}.get(
+    parts = {"evaluate": ["all", "answers", "evaluate"], "grpo": ["all", "agent"]}.get(
         stage, ["answers" if stage in ("chat", "serve") else "all"]
     )
     rules = {flag: rule for part in [*parts, stage] for flag, rule in TABLE.get(part, {}).items()}.items()

@@ -9,18 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from datasets import Dataset
 from safetensors.torch import load_file
 
-from examples.agent_tools import TOOLS as MINIMIND_TOOLS
-from hf_pretrain import MiniMindForCausalLM
-from hf_pretrain.inference.tools import calculator
 from hf_pretrain.loading.adapters import AdapterArguments
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.run_directory.history import read_run
 from hf_pretrain.stages import reward_history
 from hf_pretrain.stages.reinforcement import ALGORITHMS, GRPOTrainingArguments, MiniMindGRPOTrainer, TaskArguments
-from hf_pretrain.stages.rewards import agent_reward
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from tests.hub_server import HubServer
@@ -111,92 +106,6 @@ def test_each_of_two_ranks_resumes_in_the_order_of_its_epoch(tokenizer, tmp_path
         resumed.set_epoch(1)
         batches = [whole[start : start + 4] for start in range(4 * rank, len(whole), 8)]
         assert prompts_of(resumed) == sum(batches[3:], [])
-
-
-def teach(model: MiniMindForCausalLM, tokenizer, conversation: list[dict], tools: list) -> None:
-    """Train a toy model on one conversation until it reproduces it."""
-    encoding = tokenizer.apply_chat_template(
-        conversation, tools=tools, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
-    )
-    ids = encoding["input_ids"]
-    labels = ids.masked_fill(torch.as_tensor(encoding["assistant_masks"]) == 0, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(300):
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if loss < 5e-3:
-            return
-    raise AssertionError(f"the conversation was not learnt: loss {loss}")
-
-
-def test_a_rollout_calls_a_tool_reads_its_result_and_trains_on_its_own_tokens(tokenizer, tmp_path):
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "12 + 30"}}}
-    conversation = [
-        {"role": "user", "content": "What is 12 + 30?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "calculator", "content": "42"},
-        {"role": "assistant", "content": "Blue 42."},
-    ]
-    model = make_model()
-    teach(model, tokenizer, conversation, [calculator])
-    rollouts = []
-
-    def reward(completions, **columns):
-        rollouts.extend(completions)
-        return [float(number) for number in range(len(completions))]
-
-    options = {"tools": [calculator], "reward_funcs": reward}
-    options |= {"train_dataset": Dataset.from_dict({"prompt": [conversation[:1]] * 4})}
-    flags = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 160, "max_steps": 1}
-    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer=options, temperature=0.1, **flags)
-    inputs = trainer._prepare_inputs([{"prompt": conversation[:1]}] * 2)
-    for rollout in rollouts:
-        assert [message["role"] for message in rollout] == ["assistant", "tool", "assistant"]
-        assert rollout[0]["tool_calls"] == [call]
-        assert rollout[1]["content"] == "42" and rollout[2]["content"] == "Blue 42."
-    # The model sees the tool's words, but does not train on them.
-    ids, mask = inputs["completion_ids"][0], inputs["tool_mask"][0]
-    assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(ids[mask == 0])
-    assert "42" not in tokenizer.decode(ids[mask == 1]).split("</tool_call>")[0].replace("12 + 30", "")
-    trainer.train()
-    (entry,) = [entry for entry in trainer.state.log_history if "tools/call_frequency" in entry]
-    assert (entry["tools/call_frequency"], entry["tools/failure_frequency"]) == (1.0, 0.0)
-
-
-BRACKETS = "[" * 100_000
-
-
-CALL = '{"name": "get_current_weather", "arguments": {"location": %s}}'
-
-
-@pytest.mark.parametrize("tools", [None, MINIMIND_TOOLS])
-def test_a_run_survives_any_completion(tokenizer, tmp_path, tools):
-    """Replace only the sampling: parsing, tools, rendering and rewards are real."""
-    calls = [
-        *('{"name": {}, "arguments": {}}', '{"name": "\\ud83d", "arguments": {}}', "3"),
-        *(BRACKETS, CALL % BRACKETS, CALL % ("[" * 500 + "]" * 500)),
-        *(CALL % ("9" * 5000), CALL % '"\\ud83d"', CALL % "NaN", CALL % "{}", CALL % '"Oslo", "x": null'),
-    ]
-    texts = [f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls]
-    written = [[tokenizer.encode(text, add_special_tokens=False) for text in texts]]
-    model = make_model(max_position_embeddings=4096)
-    trainer = toy_trainer(tokenizer, tmp_path, model=model, trainer={"tools": tools}, max_completion_length=200_000)
-    trainer._generate_single_turn = lambda prompt_ids, *_, **__: (
-        written.pop() if written else [[]] * len(prompt_ids),
-        None,
-    )
-    # TRL creates these before it generates.
-    trainer._sync_tool_dicts = [{tool.__name__: tool for tool in tools or []}] * len(texts)
-    trainer._async_tool_dicts = [{}] * len(texts)
-    prompts = [[{"role": "user", "content": "Weather?"}] for _ in texts]
-    completions = trainer._generate(prompts)[3]
-    rewards = agent_reward(completions, solution=[["5"]] * len(texts))
-    assert len(rewards) == len(texts) and max(rewards) <= 0.5
-    # The model called one tool.
-    if tools:
-        assert [message["role"] for message in completions[-1]][:2] == ["assistant", "tool"]
 
 
 def test_flags_have_the_same_defaults_in_every_recipe(tmp_path):
