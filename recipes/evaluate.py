@@ -7,6 +7,7 @@ Evaluate a model: loss and bits per byte on a validation set, and tasks of lm-ev
     hf-pretrain evaluate --config recipes/tiny/sft.yaml --model_name_or_path out/sft-tiny
     hf-pretrain evaluate --tasks minimind,small --validation_fraction 0
     hf-pretrain evaluate --tasks tool_call --validation_fraction 0
+    hf-pretrain evaluate --api_base_url http://127.0.0.1:8000/v1
     hf-pretrain evaluate --max_length 2048 --inference_rope_scaling 512:4
     hf-pretrain evaluate --tasks my_task --include_path my/tasks --validation_fraction 0
     hf-pretrain evaluate --model_name_or_path out/mine --against out/other
@@ -22,6 +23,7 @@ from hf_pretrain.evaluation.evaluation import (
     EvaluationArguments,
     ValidationArguments,
     begin_results,
+    evaluate_served,
     format_results,
     load_validation,
     make_trainer,
@@ -48,6 +50,9 @@ def main(
     question_args: EvalQuestionArguments,
     training_args: EvaluationArguments,
 ):
+    if training_args.api_base_url:
+        print(evaluate_served(training_args))
+        return
     name = model_args.model_name_or_path = training_args.find_model(model_args.model_name_or_path)
     is_main = training_args.process_index == 0
     tokenizer = model_args.load_tokenizer()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 
 from ..checkpoints.directory import find_newest_run
+from ..inference.served_model import ServedModel
 from ..rows.chat_arguments import ChatArguments
 from ..rows.collators import DataCollatorForPackedRows
 from ..rows.preparation import PreparedData, load_rows
@@ -25,7 +26,7 @@ from ..tokenizer.pretrained import load_tokenizer
 from ..training.evaluation_arguments import check_whole_model
 from ..training.masked_loss_trainer import MaskedLossTrainer
 from ..training.training_arguments import LMTrainingArguments
-from .tool_call_task import TASK, evaluate_tool_calls, format_failures
+from .tool_call_task import OPTIONS, TASK, evaluate_tool_calls, format_failures
 
 
 RESULTS_NAME = "evaluation.json"
@@ -79,6 +80,12 @@ class EvaluationArguments(LMTrainingArguments):
     include_path: list[str] | None = flag(None, "Directories with further task YAMLs.")
     num_fewshot: int | None = flag(None, "Examples before each question of a task.")
     limit: float | None = flag(None, "Number of examples per task, or a share if below 1.", bounds="above 0")
+    max_new_tokens: int = flag(256, f"Limit of one answer to {TASK}.", bounds="at least 1")
+    temperature: float = flag(0.0, f"Divisor of the logits in {TASK}; 0 takes the most probable token.")
+    top_p: float = flag(1.0, f"Sample from the likeliest tokens in {TASK}.", bounds="above 0 and at most 1")
+    api_base_url: str | None = flag(None, f"Ask the model that is served at this address the questions of {TASK}.")
+    api_model: str = flag("default", "Its name there, which hf-pretrain serve ignores.")
+    api_key: str = flag("none", "The key that the server asks for.")
     against: str | None = flag(
         None,
         "A second model, to compare the first one with on the same examples; against.html shows both.",
@@ -89,6 +96,9 @@ class EvaluationArguments(LMTrainingArguments):
         # In a training config, --output_dir names the run to evaluate. `find_model` later sets it to the directory of
         # the results.
         self.run_dir = self.output_dir
+        self.tasks = self.tasks or (TASK if self.api_base_url else None)
+        if self.api_base_url and (self.against or set(expand_tasks(self.tasks or TASK)) != {TASK}):
+            raise UserError(f"--api_base_url asks the questions of {TASK}. Leave other --tasks and --against out.")
         if set(expand_tasks(self.tasks or TASK)) != {TASK} and importlib.util.find_spec("lm_eval") is None:
             raise UserError(f"--tasks {self.tasks} needs lm-eval: {install_command('eval')}")
         super().__post_init__()
@@ -182,7 +192,7 @@ def begin_results(
 
 
 def run_tasks(
-    args: EvaluationArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, is_chat: bool
+    args: EvaluationArguments, model: Any, tokenizer: PreTrainedTokenizerFast | None, *, is_chat: bool
 ) -> dict[str, dict[str, Any]]:
     """
     Return the results of `--tasks`, as [`~evaluation.lm_eval_tasks.evaluate_tasks`] describes them. `is_chat` puts the
@@ -191,7 +201,7 @@ def run_tasks(
     names, results = expand_tasks(args.tasks or ""), {}
     if TASK in names:
         names.remove(TASK)
-        results[TASK] = evaluate_tool_calls(model, tokenizer, limit=args.limit)
+        results[TASK] = evaluate_tool_calls(model, tokenizer, **{name: vars(args)[name] for name in OPTIONS})
     if not names:
         return results
     # Only these tasks need lm-eval, an optional package.
@@ -201,6 +211,15 @@ def run_tasks(
     options |= {"batch_size": args.per_device_eval_batch_size, "is_chat": is_chat}
     options["keeps_examples"] = args.against is not None
     return results | evaluate_tasks(model, tokenizer, names, **options)
+
+
+def evaluate_served(args: EvaluationArguments) -> str:
+    """Ask the model at `--api_base_url` the questions of `tool_call`, and return the results as a table."""
+    model = ServedModel(str(args.api_base_url), args.api_model, args.api_key)
+    results = {"held_out": {}, "tasks": run_tasks(args, model, None, is_chat=True), "inference_rope_scaling": None}
+    del results["tasks"][TASK]["examples"]
+    place = f"\nResults   {write_results(results, args.results_dir)}" if args.results_dir else ""
+    return f"\nModel     {model.name} at {public_name(model.url)}{place}\n\n{format_results(results)}"
 
 
 def format_results(results: dict[str, Any]) -> str:

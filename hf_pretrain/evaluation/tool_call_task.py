@@ -11,43 +11,46 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
 from ..inference.terminal_chat import Chat
 from ..inference.tools import calculator
 from ..runtime.errors import UserError
 
 
 TASK = "tool_call"
+# The flags of `recipes/evaluate.py` that the task reads.
+OPTIONS = ("limit", "temperature", "top_p", "max_new_tokens")
 _CASES = Path(__file__).with_name("tool_call_cases.json")
 
 
 def evaluate_tool_calls(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, limit: float | None = None
+    model: Any, tokenizer: Any, *, limit: float | None = None, **sampling: float
 ) -> dict[str, Any]:
     """
-    Ask the questions, with greedy decoding. The chat template decides about reasoning.
+    Ask the questions. The chat template, or the server of the model, decides about reasoning.
 
     Args:
-        model ([`PreTrainedModel`]): the model, in eval mode.
-        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer, with a chat template and a response template.
+        model ([`PreTrainedModel`] or [`~inference.served_model.ServedModel`]): the model, in eval mode.
+        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer, with a chat template and a response template;
+            `None` for a served model.
         limit (`float`, *optional*): the number of questions; below 1, their share.
+        sampling: as for [`~inference.terminal_chat.Chat`]; by default greedy decoding of 256 tokens.
 
     Returns:
         `dict`: as [`~evaluation.lm_eval_tasks.evaluate_tasks`] returns for one task, and `failures`, which holds the
             `question`, the `problem` and the model's `answer` of each question that does not count; and `examples`, as
             [`~evaluation.lm_eval_tasks.task_examples`] returns them.
     """
-    if tokenizer.response_template is None:
+    if tokenizer is not None and tokenizer.response_template is None:
         raise UserError("--tasks tool_call: without a response_template, no tool call can be recognised.")
     content = json.loads(_CASES.read_text(encoding="utf-8"))
     cases = content["cases"]
     if limit is not None:
         cases = cases[: math.ceil(limit * len(cases) if limit < 1 else limit)]
+    sampling = {"temperature": 0, "max_new_tokens": 256} | sampling
     failures, examples, num_called = [], [], 0
     for number, case in enumerate(cases):
         tools = [tool for tool in content["tools"] if tool["function"]["name"] in case["tools"]]
-        chat = Chat(model, tokenizer, {"temperature": 0, "max_new_tokens": 256}, tools=tools)
+        chat = Chat(model, tokenizer, sampling, tools=tools)
         problem, is_called, answer = _ask(chat, case)
         num_called += is_called
         if problem:
@@ -57,7 +60,7 @@ def evaluate_tool_calls(
         examples.append({"key": number, "text": case["question"], "answer": shown, "figures": figures})
     scores = {"score": 1 - len(failures) / len(cases), "right calls": num_called / len(cases)}
     metrics = {name: {"value": value, "stderr": None} for name, value in scores.items()}
-    facts = {"num_fewshot": 0, "num_examples": len(cases), "group": None}
+    facts = {"num_fewshot": 0, "num_examples": len(cases), "group": None, "sampling": sampling}
     return facts | {"metrics": metrics, "failures": failures, "examples": examples}
 
 
@@ -78,6 +81,9 @@ def _ask(chat: Chat, case: dict[str, Any]) -> tuple[str, bool, str]:
     answer = ""
     try:
         answer = chat.respond(lambda text: None)["content"]
+    except ConnectionError:
+        # The server does not answer, which is no fault of the model.
+        raise
     except UserError as error:
         # The conversation has more tokens than the model has positions.
         wrong.append(str(error))

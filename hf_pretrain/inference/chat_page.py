@@ -23,6 +23,7 @@ from ..runtime.errors import needing_extra
 from ..runtime.texts import LANGUAGES, TEXTS, Translation, preferred_language, translation
 from ..tokenizer.control_tokens import thinking_variables
 from .guards import HostGuard
+from .served_model import Message, to_request
 from .terminal_chat import last_turns
 from .tools import MAX_TOOL_ROUNDS, call_tool
 
@@ -32,7 +33,6 @@ with needing_extra("web", "The chat page needs gradio"):
     import httpx
     from starlette.middleware import Middleware
 
-Message = dict[str, Any]
 Tools = tuple[list[Message] | None, dict[str, Callable[..., Any]]]
 
 # Seconds between two updates of a growing answer: a fast model would otherwise be ahead of the page.
@@ -43,28 +43,6 @@ THEME = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monos
 HEAD = """<meta http-equiv="Content-Security-Policy" content="img-src 'self' data:; media-src 'self'">"""
 # gradio would clear the page while an answer grows, and then show the rest of the answer.
 _CSS = "body:has(#question .stop-button) #chat .top-panel { display: none }"
-
-
-def to_request(messages: list[Message]) -> list[Message]:
-    """Return the messages that a request sends: without errors, reasoning and empty answers."""
-    kept = []
-    for message in messages:
-        fields = {name: message[name] for name in ("role", "content", "tool_call_id") if message.get(name)}
-        if message.get("tool_calls"):
-            fields["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
-        if message["role"] != "assistant" or {"content", "tool_calls"} & fields.keys():
-            kept.append(fields)
-    return kept
-
-
-def _with_json_arguments(call: Message) -> Message:
-    """Return a tool call with arguments in JSON. A server fails on anything else, so other arguments become a text."""
-    function = call["function"]
-    try:
-        json.loads(function["arguments"])
-        return call
-    except ValueError:
-        return call | {"function": function | {"arguments": json.dumps(function["arguments"])}}
 
 
 async def stream_answer(url: str, request: Message) -> AsyncGenerator[Message]:

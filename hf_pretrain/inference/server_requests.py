@@ -71,13 +71,17 @@ def _join_parts(content: Any) -> Any:
 class _Message(BaseModel, strict=True):
     role: str
     content: Annotated[str, BeforeValidator(_join_parts)] = ""
+    reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it, with the arguments of tool calls as objects."""
-        # The content beside tool calls is empty, or spells them again.
-        message: dict[str, Any] = {"role": self.role, "content": "" if self.tool_calls else self.content}
+        # MiniMind's clients spell the tool calls in the content, too.
+        content = self.content if not self.tool_calls or "<tool_call>" not in self.content else ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:

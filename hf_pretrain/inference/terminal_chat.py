@@ -28,6 +28,7 @@ from ..runtime.errors import UserError
 from ..runtime.flags import check_number
 from ..runtime.names import split_hub_name
 from ..tokenizer.control_tokens import check_chat_template, encode_documents, encode_prompt
+from .served_model import ServedModel
 from .tools import MAX_TOOL_ROUNDS, call_tool
 
 
@@ -62,8 +63,9 @@ class Chat:
     A conversation with a model, or a text that the user begins and the model continues.
 
     Args:
-        model ([`PreTrainedModel`]): the model, in eval mode.
-        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer, with a chat template unless `is_raw`.
+        model ([`PreTrainedModel`] or [`~inference.served_model.ServedModel`]): the model, in eval mode.
+        tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer, with a chat template unless `is_raw`; `None` for a
+            served model.
         sampling (`dict`): the arguments of [`settle_sampling`]. Besides `max_new_tokens`, the positions that the
             prompt leaves limit an answer.
         is_raw (`bool`): continue a text instead of answering it.
@@ -78,7 +80,7 @@ class Chat:
         speed (`str`): the length and the speed of the last answer, the time of its prompt included.
     """
 
-    model: PreTrainedModel
+    model: Any
     tokenizer: PreTrainedTokenizerFast
     sampling: dict[str, Any]
     _: KW_ONLY
@@ -93,7 +95,7 @@ class Chat:
     speed: str = field(default="", init=False)
 
     def __post_init__(self):
-        if not self.is_raw:
+        if not self.is_raw and not isinstance(self.model, ServedModel):
             check_chat_template(self.tokenizer)
 
     def messages(self, num_turns: int | None = None) -> list[dict[str, Any]]:
@@ -119,7 +121,9 @@ class Chat:
                 break
             for call in calls:
                 result = call_tool(self.functions, call)
-                self.history.append({"role": "tool", "name": call["function"]["name"], "content": result})
+                # A served model knows its calls by their ids.
+                known = {"tool_call_id": call["id"]} if "id" in call else {}
+                self.history.append({"role": "tool", "name": call["function"]["name"], "content": result} | known)
                 write(f"\n(result) {result}")
             write("\n")
             message = self.answer(write)
@@ -135,6 +139,10 @@ class Chat:
         Returns:
             `dict`: the answer as a message, with `reasoning_content` and `tool_calls` if it has them.
         """
+        if isinstance(self.model, ServedModel):
+            self.history.append(self.model.answer(self.messages(self.num_turns), self.tools, self.sampling))
+            write(self.history[-1]["content"])
+            return self.history[-1]
         parser = None
         if self.is_raw:
             # A document begins with bos. Leave out its eos, which would end it.

@@ -18,6 +18,8 @@ from .errors import UserError
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # What train_agent.py limits by itself: the tokens of a rollout, and its turns, of which the last one calls no tool.
 _AGENT_LIMITS = {"--max_completion_length": "2500", "--max_tool_calling_iterations": "2"}
+# What eval_toolcall.py --backend api asks.
+_SERVED = {"--api_base_url": "http://localhost:11434/v1", "--api_model": "jingyaogong/minimind-3:latest"}
 # MiniMind's names of runs that have other names here.
 _RUNS = {"full_sft": "sft", "full_dist": "distill"}
 # The commands that replace MiniMind's scripts of inference. `evaluate` also knows the flags of training.
@@ -110,6 +112,8 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     """
     more: list[str] = []
     directory = Path(collected.get("save_dir", collected.get("out_dir", "out")))
+    if collected.get("backend") == "api":
+        return _without(typed, _SERVED)
     if stage in _ANSWERING:
         model = _answering_model(directory, collected)
         return ["--model_name_or_path", model] if model else []
@@ -138,7 +142,7 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
     if "max_gen_len" in collected:
         limits = _AGENT_LIMITS if "--tools" in typed else {"--max_completion_length": collected["max_gen_len"]}
-        more += [word for flag, limit in limits.items() if flag not in typed for word in (flag, limit)]
+        more += _without(typed, limits)
     if "batch_size" in collected and "--batch_size" in TABLE.get(stage, {}):
         # TRL counts completions, MiniMind prompts.
         collected.setdefault("num_generations", "4" if "--tools" in typed else "6")
@@ -150,6 +154,11 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
         # A rate and a clipping of MiniMind's scripts are those of its optimizer.
         more += ["--optim_preset", "adamw"]
     return more
+
+
+def _without(typed: dict[str, str], defaults: dict[str, str]) -> list[str]:
+    """Return the words of default values of flags that the user has not typed."""
+    return [word for flag, value in defaults.items() if flag not in typed for word in (flag, value)]
 
 
 def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:

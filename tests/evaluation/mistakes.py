@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from hf_pretrain.evaluation.eval_questions import EvalQuestions
 from hf_pretrain.evaluation.evaluation import EvaluationArguments, ValidationArguments, load_validation
 from hf_pretrain.evaluation.tool_call_task import evaluate_tool_calls
+from hf_pretrain.inference.served_model import ServedModel
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.training.evaluation_arguments import check_whole_model
 from hf_pretrain.training.parsing import parse_args
@@ -54,6 +55,17 @@ def ask(record):
     return lambda tmp_path: EvalQuestions(write_jsonl(tmp_path / "questions.jsonl", [record]), tokenizer())
 
 
+def ask_served(address):
+    def make(talker):
+        from tests.serving import served
+
+        with served(str(talker)) as client:
+            url = f"http://localhost:{address.format(client.base_url.port)}"
+            evaluate_tool_calls(ServedModel(url, "m", "k"), None, limit=1)
+
+    return make
+
+
 MISTAKES = [
     Mistake("nowhere holds no model to evaluate", find_model(None, output_dir="nowhere")),
     Mistake("name a directory for the results with --results_dir", find_model("me/mine")),
@@ -78,6 +90,9 @@ MISTAKES = [
         "tool_call: without a response_template, no tool call can be recognised",
         lambda: evaluate_tool_calls(None, SimpleNamespace(response_template=None)),
     ),
+    Mistake("--api_base_url asks the questions of tool_call. Leave", find_model(None, api_base_url="a", tasks="piqa")),
+    Mistake("localhost:1/v1/chat/completions: ConnectError: .*. Start the server, or check", ask_served("1/v1")),
+    Mistake("/v2/chat/completions: 404 .*This server answers .* check --api_base_url", ask_served("{}/v2")),
     Mistake("has no list `states`", ask({"prompt": "two?"})),
     Mistake(r"'states': 'four'\} has no list `states`", ask({"prompt": "two?", "states": "four"})),
     Mistake(r"'states': \[\[\]\]\} has no list `states`", ask({"prompt": "two?", "states": [[]]})),

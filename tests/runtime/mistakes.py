@@ -59,9 +59,6 @@ MISTAKES = [
     minimind("--max_seq_len means nothing here: TRL takes prompts whole", "grpo", "--max_seq_len 512"),
     minimind("sglang means nothing here: TRL's engine is vLLM", "grpo", "--rollout_engine sglang"),
     minimind("--max_total_len means nothing here: it limits rollouts with --tools", "grpo", "--max_total_len 9"),
-    minimind("--backend api means .*: the tasks run the model of --model_name", "evaluate", "--backend api"),
-    minimind("--temperature 0.9 means .*: the tasks take the most probable", "evaluate", "--temperature 0.9"),
-    minimind("--api_key means nothing here: the tasks run the model", "evaluate", "--api_key k"),
     minimind(
         "lora_x has to be merged first: hf-pretrain convert --from out/lora_x.pth --base out/sft --to out/",
         *("chat", "--weight full_sft --lora_weight lora_x"),

@@ -11,7 +11,7 @@ from hf_pretrain.runtime.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
-from recipes import grpo
+from recipes import evaluate, grpo
 from tests.invariants.launching import BIN, ROOT, free_port, start
 from tests.toys import write_jsonl
 
@@ -77,7 +77,11 @@ TRANSLATED = [
     ),
     (
         "evaluate --tasks tool_call --weight grpo --backend local --stream 1 --temperature 0 --max_seq_len 64",
-        "--tasks tool_call --max_length 64 --model_name_or_path out/grpo",
+        "--tasks tool_call --temperature 0 --max_length 64 --model_name_or_path out/grpo",
+    ),
+    (
+        "evaluate --backend api --stream 0 --hidden_size 768 --save_dir a --weight full_sft",
+        "--api_base_url http://localhost:11434/v1 --api_model jingyaogong/minimind-3:latest",
     ),
     (
         "chat --load_from model --weight full_sft --hidden_size 768 --historys 4 --open_thinking 0 --top_p 0.9",
@@ -118,6 +122,22 @@ def test_a_whole_command_line_of_train_agent_is_read(tmp_path, monkeypatch):
     limits = (args.max_turn_length, args.max_completion_length, args.max_tool_calling_iterations)
     assert limits == (768, 2500, 2)
     assert (args.output_dir, args.per_device_train_batch_size, args.loss_type) == (f"{tmp_path}/out/agent", 8, "cispo")
+
+
+# Every flag of MiniMind's eval_toolcall.py, with its default.
+TOOLCALL = (
+    "--load_from model --save_dir out --weight full_sft --hidden_size 768 --num_hidden_layers 8 --use_moe 0 "
+    "--max_new_tokens 512 --temperature 0.9 --top_p 0.9 --show_speed 0 --device cpu --stream 1"
+)
+API = "--api_base_url http://localhost:11434/v1 --api_key sk-123 --api_model jingyaogong/minimind-3:latest"
+
+
+@pytest.mark.parametrize(("backend", "model"), [("local", "out/sft"), ("api", None)])
+def test_a_whole_command_line_of_eval_toolcall_is_read(backend, model):
+    argv = f"--tasks tool_call {TOOLCALL} --backend {backend} {API if backend == 'api' else ''}".split()
+    model_args, _, _, args = parse_args(*evaluate.ARGUMENTS, stage="evaluate", argv=argv)
+    assert (args.max_new_tokens, args.temperature, args.top_p, args.tasks) == (512, 0.9, 0.9, "tool_call")
+    assert model_args.model_name_or_path == model and args.api_base_url == (None if model else API.split()[1])
 
 
 def test_an_adapter_is_found_by_its_name(tmp_path):
