@@ -45,7 +45,11 @@ def main(
     run = begin_run("grpo", training_args, model_args, adapter_args, task_args, **options)
     tokenizer = model_args.load_tokenizer(run.checkpoint)
     model = add_adapter(load_model(model_args, tokenizer, distributed=training_args.distributed_config), adapter_args)
-    longest = model.config.max_position_embeddings - (training_args.max_completion_length or 1)
+    whole = training_args.max_completion_length or 1
+    longest = model.config.max_position_embeddings - whole
+    if tools:
+        # TRL generates the last turn to its end, before it cuts off what exceeds the whole.
+        longest -= min(training_args.max_turn_length or whole, whole)
     limits = {"rewards": rewards, "tools": tools, "max_prompt_length": longest}
     tasks = task_args.prepare_tasks(training_args, tokenizer, **limits)
     trainer_class = ALGORITHMS[training_args.algorithm]

@@ -151,11 +151,7 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
         "Mean reward of reasoning_gym, over ten generations, at which the level of its tasks rises, e.g. 0.8.",
         bounds="at least 0 and at most 1",
     )
-    max_turn_length: int | None = flag(
-        None,
-        "New tokens per turn; --max_completion_length limits all turns and results of tools together.",
-        bounds="at least 1",
-    )
+    max_turn_length: int | None = flag(None, "New tokens between two results of tools.", bounds="at least 1")
     # Settings of TRL's `RLOOConfig`, which its trainer reads, with TRL's defaults.
     normalize_advantages = False
     reward_clip_range = None
@@ -327,13 +323,12 @@ class ReinforcementTrainer(TrlTrainer):
         # With beta = 0, TRL's constructor loads no reference model.
         hidden: dict[str, Any] = {"beta": 0.0, "sync_ref_model": False} if needs_reference else {}
         # TRL's constructor passes this limit to what generates one turn. Its loop over turns reads the attribute.
-        whole = args.max_completion_length
-        hidden["max_completion_length"] = min(filter(None, (args.max_turn_length, whole)), default=None)
+        limits = filter(None, (args.max_turn_length, args.max_completion_length))
+        hidden["max_completion_length"] = min(limits, default=None)
         # TRL checks some flags only now.
         with as_user_errors(), overriding(args, **hidden):
             super().__init__(model, run=run, **kwargs)
-        self.beta, self.max_completion_length = args.beta, whole
-        self._longest_turn = None if args.use_vllm else self.generation_config.max_new_tokens
+        self.beta, self.max_completion_length = args.beta, args.max_completion_length
         run.saved_states.append(SavedGeneration())
         self.callback_handler.callbacks.insert(0, KnownFigures())
         if reference is not None:
@@ -345,13 +340,6 @@ class ReinforcementTrainer(TrlTrainer):
         run.saved_states += [self.task_level] if raises else []
         if not args.cast_lm_head_to_fp32:
             replace_heads(self, "entropy", temperature=self.temperature)
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        """Generate one turn. It also ends where the positions of the model do, as vLLM's does by itself."""
-        if not self.args.use_vllm:
-            room = self.model.config.max_position_embeddings - max(map(len, prompt_ids))
-            self.generation_config.max_new_tokens = min(filter(None, (self._longest_turn, room)))
-        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     @property
     def rows_per_item(self) -> int:  # type: ignore[override]
