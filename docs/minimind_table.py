@@ -18,8 +18,7 @@ COLLECTED = {
     "--hidden_size": "`--preset minimind3`, and the size in `--config_overrides`",
     "--student_hidden_size": "as `--hidden_size` and its kind",
     "--use_moe": "the preset with experts",
-    "--max_gen_len": "`--max_completion_length`; with `--tools` refused, because MiniMind counts "
-    "the tokens of each turn",
+    "--max_gen_len": "`--max_completion_length`",
     "--batch_size": "`--per_device_train_batch_size` times `--num_generations`, because TRL counts completions",
 }
 SAME = {
@@ -35,9 +34,20 @@ ANSWERS = {
     "--load_from": "`--model_name_or_path`, without `--weight`",
     **dict.fromkeys(
         ("--lora_weight", "--lora_name"),
-        "nothing for `None`; `--model_name_or_path` for an adapter of this package in the directory of `--weight`; "
-        "for MiniMind's file, the command that merges it is printed",
+        "nothing for `None`; otherwise `--model_name_or_path`, with the adapter of this package in the directory of "
+        "`--weight`, or with a copy of `--weight` that holds MiniMind's LoRA file",
     ),
+}
+
+
+# What stands in no rule: the meaning of a flag without a value of ours, and defaults that a flag of MiniMind adds.
+MEANINGS = {
+    ("agent", "--max_seq_len"): "nothing: MiniMind does not cut these prompts, either",
+    ("agent", "--max_gen_len"): "`--max_turn_length`, and MiniMind's `--max_completion_length 2500` and "
+    "`--max_tool_calling_iterations 2`",
+    ("agent", "--max_total_len"): "`--max_completion_length`, in which the prompt does not count",
+    ("evaluate", "--backend"): "nothing for `local`; for `api`, `--api_base_url` and `--api_model` with MiniMind's "
+    "defaults",
 }
 
 
@@ -51,7 +61,7 @@ def describe(rule: str | dict[str, str]) -> str:
 
 
 def rows() -> Iterator[str]:
-    for stage, rules in ((stage, rules) for stage, rules in TABLE.items() if stage != "otherwise"):
+    for stage, rules in ((name, part) for name, part in TABLE.items() if name not in ("otherwise", "defaults")):
         groups: dict[str, list[str]] = {}
         for flag, rule in rules.items():
             if rule == "refused":
@@ -62,10 +72,11 @@ def rows() -> Iterator[str]:
             else:
                 collected = ANSWERS if stage == "answers" else COLLECTED
                 text = collected.get(flag) or COLLECTED[SAME.get(flag, flag)] if rule == "collect" else describe(rule)
+            text = MEANINGS.get((stage, flag), text)
             if isinstance(rule, dict) and flag in TABLE["otherwise"]:
                 text += "; other values are refused: " + re.sub(r"--\w+", r"`\g<0>`", TABLE["otherwise"][flag])
             groups.setdefault(text, []).append(f"`{flag}`")
-        places = {"all": "", "refused": "", "answers": " of `chat` and `serve`"}
+        places = {"all": "", "refused": "", "answers": " of `chat` and `serve`", "agent": " of `grpo --tools`"}
         where = places.get(stage, f" of `{stage}`")
         for text, flags in groups.items():
             yield f"| {', '.join(flags)}{where} | {text} |"

@@ -12,8 +12,6 @@ from ..runtime.errors import UserError
 
 
 Message = dict[str, Any]
-# Seconds for one answer. On a CPU, a server that answers others first may need minutes.
-_TIMEOUT = 600
 
 
 class ServerError(UserError, ConnectionError):
@@ -47,7 +45,8 @@ class ServedModel:
         body["max_tokens"] = body.pop("max_new_tokens")
         target, headers = f"{self.url.rstrip('/')}/chat/completions", {"Authorization": f"Bearer {self.key}"}
         try:
-            response = httpx.post(target, json=body, headers=headers, timeout=_TIMEOUT)
+            # On a CPU, a server that answers others first may need minutes.
+            response = httpx.post(target, json=body, headers=headers, timeout=600)
             reason = f"{response.status_code} {' '.join(response.text.split()):.300}"
             if response.is_success:
                 parts = response.json()["choices"][0]["message"].items()
@@ -57,8 +56,7 @@ class ServedModel:
         if reason.startswith("400") and messages[-1]["role"] == "tool":
             # The conversation has more tokens than the model has positions, for example.
             raise UserError(f"{target}: {reason}")
-        fix = "Start the server, or check --api_base_url, --api_model and --api_key"
-        raise ServerError(f"{target}: {reason}. {fix}.")
+        raise ServerError(f"{target}: {reason}. Start the server, or check --api_base_url, --api_model and --api_key.")
 
 
 def to_request(messages: list[Message], *, with_reasoning: bool = False) -> list[Message]:

@@ -13,13 +13,10 @@ import yaml
 
 from .command_line import is_main
 from .errors import UserError
+from .named import load_named
 
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-# What train_agent.py limits by itself: the tokens of a rollout, and its turns, of which the last one calls no tool.
-_AGENT_LIMITS = {"--max_completion_length": "2500", "--max_tool_calling_iterations": "2"}
-# What eval_toolcall.py --backend api asks.
-_SERVED = {"--api_base_url": "http://localhost:11434/v1", "--api_model": "jingyaogong/minimind-3:latest"}
 # MiniMind's names of runs that have other names here.
 _RUNS = {"full_sft": "sft", "full_dist": "distill"}
 # The commands that replace MiniMind's scripts of inference. `evaluate` also knows the flags of training.
@@ -48,8 +45,7 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
     """
     rules = ({} if stage in _INFERENCE else TABLE["all"]) | (TABLE["answers"] if stage in _ANSWERING else {})
     rules |= TABLE.get(stage, {})
-    if stage == "grpo" and any(word.partition("=")[0] == "--tools" for word in argv):
-        rules |= TABLE["agent"]
+    rules |= TABLE["agent"] if stage == "grpo" and "--tools" in {word.partition("=")[0] for word in argv} else {}
     translated: list[str] = []
     collected: dict[str, str] = {}
     words = deque(argv)
@@ -113,7 +109,7 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     more: list[str] = []
     directory = Path(collected.get("save_dir", collected.get("out_dir", "out")))
     if collected.get("backend") == "api":
-        return _without(typed, _SERVED)
+        return _without(typed, TABLE["defaults"]["served"])
     if stage in _ANSWERING:
         model = _answering_model(directory, collected)
         return ["--model_name_or_path", model] if model else []
@@ -128,10 +124,6 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     weights = collected.get("from_weight", collected.get("from_student_weight", "none"))
     if weights != "none":
         more += ["--model_name_or_path", _find_weights(directory, weights)]
-        tokenizer = directory.parent / "model"
-        if more[-1].endswith(".pth") and (tokenizer / "tokenizer.json").is_file():
-            # In MiniMind's checkout, `model` stands beside `out`.
-            more += ["--tokenizer_name_or_path", str(tokenizer)]
         base = Path(sys.argv[0]).parent / f"base/{stage}.yaml"
         if base.is_file() and not {"--config", *_PRESET_FLAGS} & typed.keys():
             # A recipe that starts from other weights takes no preset's settings.
@@ -141,8 +133,8 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     if "from_teacher_weight" in collected:
         more += ["--teacher_name_or_path", _find_weights(directory, collected["from_teacher_weight"])]
     if "max_gen_len" in collected:
-        limits = _AGENT_LIMITS if "--tools" in typed else {"--max_completion_length": collected["max_gen_len"]}
-        more += _without(typed, limits)
+        whole = {"--max_completion_length": collected["max_gen_len"]}
+        more += _without(typed, TABLE["defaults"]["agent"] if "--tools" in typed else whole)
     if "batch_size" in collected and "--batch_size" in TABLE.get(stage, {}):
         # TRL counts completions, MiniMind prompts.
         collected.setdefault("num_generations", "4" if "--tools" in typed else "6")
@@ -178,15 +170,16 @@ def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
 
 def _answering_model(directory: Path, collected: dict[str, str]) -> str | None:
     """Return the model that MiniMind's flags of inference name; `None` if they name none."""
-    weight = collected.get("weight", collected.get("from_weight"))
-    model = _find_weights(directory, weight) if weight else collected.get("load_from")
     lora = collected.get("lora_weight", collected.get("lora_name", "None"))
     # An adapter of this package knows its base model.
-    if lora == "None" or (directory / lora).is_dir():
-        return model if lora == "None" else str(directory / lora)
+    if (directory / lora).is_dir():
+        return str(directory / lora)
+    weight = collected.get("weight", collected.get("from_weight", "None" if lora == "None" else "full_sft"))
+    model = collected.get("load_from") if weight == "None" else _find_weights(directory, weight)
+    if lora == "None":
+        return model
     file = [directory / f"{lora}.pth", *sorted(directory.rglob(f"{lora}_*.pth"))][-1]
-    merge = ["--from", str(file), "--base", model or "MODEL", "--to", str(directory / f"{lora}-merged")]
-    raise UserError(f"MiniMind's LoRA {lora} has to be merged first: hf-pretrain convert {shlex.join(merge)}")
+    return load_named("hf_pretrain.weights.localizing:make_native")(model, lora=file)
 
 
 def _find_weights(directory: Path, name: str) -> str:

@@ -323,8 +323,8 @@ class ReinforcementTrainer(TrlTrainer):
         # With beta = 0, TRL's constructor loads no reference model.
         hidden: dict[str, Any] = {"beta": 0.0, "sync_ref_model": False} if needs_reference else {}
         # TRL's constructor passes this limit to what generates one turn. Its loop over turns reads the attribute.
-        limits = filter(None, (args.max_turn_length, args.max_completion_length))
-        hidden["max_completion_length"] = min(limits, default=None)
+        limits = args.max_turn_length, args.max_completion_length
+        hidden["max_completion_length"] = min(filter(None, limits), default=None)
         # TRL checks some flags only now.
         with as_user_errors(), overriding(args, **hidden):
             super().__init__(model, run=run, **kwargs)

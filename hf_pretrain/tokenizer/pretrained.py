@@ -72,7 +72,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     `assistant_only_loss` works.
 
     Args:
-        name_or_path (`str` or `Path`): a directory or Hub id.
+        name_or_path (`str` or `Path`): a directory or Hub id; a file of weights, as in [`find_tokenizer`].
 
     Raises:
         `UserError`: if no tokenizer can be loaded from there.
@@ -82,6 +82,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     name_or_path, _ = split_hub_name(os.path.expanduser(name_or_path))
     is_path = Path(name_or_path).is_dir()
     if Path(name_or_path).is_file():
+        if _has_tokenizer(directory := _directory_of(Path(name_or_path))):
+            return load_tokenizer(directory)
         fix = "Pass the directory of its tokenizer, such as MiniMind's `model`: --tokenizer_name_or_path of a stage"
         raise UserError(f"{name_or_path} holds weights, but no tokenizer. {fix}, or --tokenizer of convert.")
     if not may_be_checkpoint(name_or_path):
@@ -115,6 +117,12 @@ def _base_of_adapter(name_or_path: str | Path) -> str | None:
     """Return the base model of an adapter without a tokenizer, as stock peft saves it; `None` for anything else."""
     base = load_named("hf_pretrain.loading.adapters:adapter_base")(name_or_path)
     return None if base is None or _has_tokenizer(name_or_path) else base
+
+
+def _directory_of(path: Path) -> Path:
+    """Return the directory of a model's tokenizer. In MiniMind's checkout, `model` stands beside `out`."""
+    places = [path.parent, path.parent.parent / "model"] if path.is_file() else [path]
+    return next((place for place in places if (place / "tokenizer.json").is_file()), places[0])
 
 
 def _has_tokenizer(name_or_path: str | Path) -> bool:
@@ -169,7 +177,7 @@ def add_words(tokenizer: PreTrainedTokenizerFast, path: str) -> None:
 def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
     """
     Return the tokenizer that lies beside weights, or `None` if there is none. An adapter without one has that of its
-    base model.
+    base model, and MiniMind's weights have that of `model` beside their directory.
 
     Args:
         path (`str` or `Path`): a checkpoint directory, a file of weights, or a Hub id.
@@ -181,7 +189,7 @@ def find_tokenizer(path: str | Path) -> PreTrainedTokenizerFast | None:
         return load_tokenizer(path)
     path, _ = split_hub_name(str(path))
     local = Path(path)
-    directory = local.parent if local.is_file() else local
+    directory = _directory_of(local)
     if directory.is_dir():
         if _has_tokenizer(directory):
             return load_tokenizer(directory)

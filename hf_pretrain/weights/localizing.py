@@ -28,6 +28,7 @@ from ..runtime.names import is_gguf
 from ..runtime.writing import locked, written_whole
 from ..tokenizer.pretrained import find_tokenizer, save_tokenizer
 from .importing import load_upstream
+from .upstream_lora import merge_upstream_lora
 from .weight_files import resolve
 
 
@@ -37,13 +38,14 @@ LARGEST_BYTES = 4 << 30
 _SUFFIXES = {".json", ".safetensors", ".bin", ".pth", ".gguf", ".jinja"}
 
 
-def make_native(name: str, config: Mapping[str, Any] | None = None) -> str:
+def make_native(name: str, config: Mapping[str, Any] | None = None, lora: Path | None = None) -> str:
     """
     Return the native directory of a model: its own, or a copy, which the first of the processes that ask writes.
 
     Args:
         name (`str`): as for [`~weights.importing.load_upstream`], or `modelscope:owner/name`.
         config (`dict`, *optional*): fields of the config that the source lacks.
+        lora (`Path`, *optional*): a LoRA file of MiniMind, to merge into the copy.
 
     Raises:
         `UserError`: if the model cannot be converted.
@@ -51,14 +53,15 @@ def make_native(name: str, config: Mapping[str, Any] | None = None) -> str:
     if name.startswith(modelscope.PREFIX):
         name = modelscope.download(name, repo_type="model")
     path = resolve(name)
-    if is_native_checkpoint(path):
+    if lora is None and is_native_checkpoint(path):
         return str(path)
-    files = path.iterdir() if path.is_dir() else [path, path.with_name(CONFIG_NAME)]
+    files = [*(path.iterdir() if path.is_dir() else [path, path.with_name(CONFIG_NAME)]), *filter(None, [lora])]
     stats = {file.name: file.stat() for file in sorted(files) if file.suffix in _SUFFIXES and file.is_file()}
     # A file that replaces another one may keep the time of its content, but not that of its change.
     times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()]
     code = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    stem = f"{path.stem}-{_digest([str(path.resolve()), config])}"
+    origin = [str(path.resolve()), config, *([str(lora.resolve())] if lora else [])]
+    stem = f"{path.stem}-{_digest(origin)}"
     directory = COPIES / f"{stem}-{_digest([code, times])}"
     if not (directory / CONFIG_NAME).is_file():
         COPIES.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,7 @@ def make_native(name: str, config: Mapping[str, Any] | None = None) -> str:
             if not (directory / CONFIG_NAME).is_file():
                 for old in COPIES.glob(f"{stem}-*"):
                     shutil.rmtree(old, ignore_errors=True)
-                _write_copy(name, path, config, directory)
+                _write_copy(name, path, config, directory, lora)
     return str(directory)
 
 
@@ -75,14 +78,15 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _write_copy(name: str, path: Path, config: Mapping[str, Any] | None, directory: Path) -> None:
+def _write_copy(name: str, path: Path, config: Mapping[str, Any] | None, directory: Path, lora: Path | None) -> None:
     if not is_gguf(name):
         logger.warning(f"{name} was not written by hf_pretrain: converting it.")
     model = load_upstream(name, config=config)
+    model = merge_upstream_lora(model, lora) if lora else model
     origin: dict[str, Any] = {"is_published": bool(model.name_or_path), "half_split": model.half_split_adapters}
     size = sum(parameter.nbytes for parameter in model.parameters())
     with written_whole(directory) as scratch:
-        if size > LARGEST_BYTES:
+        if size > LARGEST_BYTES and lora is None:
             announce(f"{name}: its {size / 1e9:.1f} GB of weights are read from there at each start, without a copy")
             origin["weights"] = {"path": str(path.resolve()), "config": config}
             model.config.save_pretrained(scratch)

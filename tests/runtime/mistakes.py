@@ -7,6 +7,7 @@ from hf_pretrain.runtime.minimind_flags import translate_minimind
 from hf_pretrain.runtime.named import load_named
 from hf_pretrain.runtime.parser import recipe_parser
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights import localizing
 from tests.invariants.launching import ROOT
 from tests.mistakes import Mistake
 
@@ -31,9 +32,9 @@ def train_on_an_unused_gpu(monkeypatch, tmp_path):
     LMTrainingArguments(output_dir=str(tmp_path))
 
 
-def answer_with_an_adapter_of_minimind(tmp_path):
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora/lora_x_768.pth").touch()
+def answer_without_the_file_of_a_lora(talker, tmp_path, monkeypatch):
+    monkeypatch.setattr(localizing, "COPIES", tmp_path / "copies")
+    (tmp_path / "sft").symlink_to(talker)
     translate_minimind(["--save_dir", str(tmp_path), "--weight", "full_sft", "--lora_weight", "lora_x"], "serve")
 
 
@@ -59,11 +60,7 @@ MISTAKES = [
     minimind("--max_seq_len means nothing here: TRL takes prompts whole", "grpo", "--max_seq_len 512"),
     minimind("sglang means nothing here: TRL's engine is vLLM", "grpo", "--rollout_engine sglang"),
     minimind("--max_total_len means nothing here: it limits rollouts with --tools", "grpo", "--max_total_len 9"),
-    minimind(
-        "lora_x has to be merged first: hf-pretrain convert --from out/lora_x.pth --base out/sft --to out/",
-        *("chat", "--weight full_sft --lora_weight lora_x"),
-    ),
-    Mistake("convert --from \\S+/lora/lora_x_768.pth --base \\S+/sft --to", answer_with_an_adapter_of_minimind),
+    Mistake("/lora_x.pth: no such file or directory", answer_without_the_file_of_a_lora),
     Mistake("Several files have the name full_sft: .*_512.pth, .*_768.pth. Pass one with --model", name_several_files),
     # The machine and the code
     Mistake("torch cannot use it. To use the CPU, pass --use_cpu", train_on_an_unused_gpu),

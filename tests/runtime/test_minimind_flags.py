@@ -4,16 +4,20 @@ import json
 import runpy
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.runtime.parser import recipe_parser
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from hf_pretrain.weights import localizing
 from recipes import evaluate, grpo
 from tests.invariants.launching import BIN, ROOT, free_port, start
-from tests.toys import write_jsonl
+from tests.toys import toy_model, write_jsonl
 
 
 # The command line that the project's founding document gives.
@@ -146,6 +150,32 @@ def test_an_adapter_is_found_by_its_name(tmp_path):
     assert translate_minimind(line, "chat") == ["--model_name_or_path", str(tmp_path / "medical")]
 
 
+def test_a_lora_file_is_read_with_its_base_and_the_tokenizer_beside_out(talker, tmp_path, monkeypatch, capsys):
+    """A checkout of MiniMind: weights and LoRA in `out`, the tokenizer in `model`."""
+    monkeypatch.setattr(localizing, "COPIES", tmp_path / "copies")
+    checkout, generator = tmp_path / "minimind", torch.Generator().manual_seed(0)
+    for name in ("out", "model"):
+        (checkout / name).mkdir(parents=True)
+    load_tokenizer(talker).save_pretrained(checkout / "model")
+    fields = {"qk_norm": True, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    base = toy_model(vocab_size=len(load_tokenizer(talker)), hidden_size=64, **fields)
+    weights = base.state_dict()
+    torch.save(weights, checkout / "out/full_sft_64.pth")
+    stem = "model.layers.0.self_attn.o_proj"
+    a, b = (torch.randn(shape, generator=generator) for shape in ((16, 64), (64, 16)))
+    torch.save({f"{stem}.lora.A.weight": a, f"{stem}.lora.B.weight": b}, checkout / "out/lora_x_64.pth")
+    line = ["--save_dir", str(checkout / "out"), "--hidden_size", "64", "--lora_weight", "lora_x"]
+    model = translate_minimind(line, "chat")[-1]
+    merged = load_file(f"{model}/model.safetensors")
+    torch.testing.assert_close(merged[f"{stem}.weight"], weights[f"{stem}.weight"] + b @ a)
+    assert load_tokenizer(model).get_vocab() == load_tokenizer(talker).get_vocab()
+    # Without a LoRA, the file is read as it is.
+    assert translate_minimind([*line[:4], "--weight", "full_sft"], "chat")[-1] == f"{checkout}/out/full_sft_64.pth"
+    monkeypatch.setattr("sys.argv", ["chat.py", *line, "--prompt", "hello", "--max_new_tokens", "2", "--use_cpu"])
+    runpy.run_path("recipes/chat.py", run_name="__main__")
+    assert model in capsys.readouterr().err
+
+
 def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
     (tmp_path / "full_sft_768.pth").touch()
     line = ["--save_dir", str(tmp_path), "--save_weight", "dpo", "--from_weight", "full_sft"]
@@ -154,12 +184,6 @@ def test_the_files_of_minimind_are_found_by_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(ROOT / "recipes/dpo.py")])
     assert translate_minimind(line, "dpo")[-2:] == ["--config", str(ROOT / "recipes/base/dpo.yaml")]
     assert translate_minimind([*line, "--config", "a.yaml"], "dpo")[-1] == str(tmp_path / "full_sft_768.pth")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/tokenizer.json").touch()
-    own = ["--save_dir", str(tmp_path / "out"), "--from_weight", "pretrain"]
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/pretrain_512.pth").touch()
-    assert translate_minimind([*own, "--config", "a"], "sft")[-2:] == ["--tokenizer_name_or_path", f"{tmp_path}/model"]
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "distill", "grpo", "chat", "serve", "evaluate"])
