@@ -14,6 +14,7 @@ import yaml
 from .command_line import is_main
 from .errors import UserError
 from .named import load_named
+from .secret_words import hide_secrets
 
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -70,7 +71,8 @@ def translate_minimind(argv: list[str], stage: str) -> list[str]:
         os.environ.setdefault("WANDB_PROJECT", collected["wandb_project"])
     translated = _scale_steps(translated) + _complete(_values(translated), collected, stage)
     if is_main():
-        print(f"With the names of this package, MiniMind's flags are: {shlex.join(translated)}", file=sys.stderr)
+        shown = shlex.join(hide_secrets(translated))
+        print(f"With the names of this package, MiniMind's flags are: {shown}", file=sys.stderr)
     return translated
 
 

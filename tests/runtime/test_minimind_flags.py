@@ -137,10 +137,11 @@ API = "--api_base_url http://localhost:11434/v1 --api_key sk-123 --api_model jin
 
 
 @pytest.mark.parametrize(("backend", "model"), [("local", "out/sft"), ("api", None)])
-def test_a_whole_command_line_of_eval_toolcall_is_read(backend, model):
+def test_a_whole_command_line_of_eval_toolcall_is_read(backend, model, capsys):
     argv = f"--tasks tool_call {TOOLCALL} --backend {backend} {API if backend == 'api' else ''}".split()
     model_args, _, _, args = parse_args(*evaluate.ARGUMENTS, stage="evaluate", argv=argv)
     assert (args.max_new_tokens, args.temperature, args.top_p, args.tasks) == (512, 0.9, 0.9, "tool_call")
+    assert "sk-123" not in capsys.readouterr().err
     assert model_args.model_name_or_path == model and args.api_base_url == (None if model else API.split()[1])
 
 
