@@ -33,7 +33,7 @@ from .configuration_minimind import MiniMindConfig
 from .decoder_layer import CACHE_NAME, MiniMindDecoderLayer, MiniMindRMSNorm
 from .inputs import check_names, check_positions, unmask_packed_rows
 from .loss import LossParts, MiniMindLMHead, TokenLoss, prediction_weights, whole_loss
-from .packed_attention import find_visible
+from .packed_attention import ENGINES, find_visible
 from .pretrained import MiniMindPreTrainedModel
 from .rotary import MiniMindRotaryEmbedding
 from .router_loss import find_documents, router_loss
@@ -41,6 +41,10 @@ from .router_loss import find_documents, router_loss
 
 class MiniMindModel(MiniMindPreTrainedModel):
     """Decoder without a head: maps token ids or embeddings to the hidden states after the last norm."""
+
+    # NOTE: vLLM 0.32 replaces `__call__` of this class, reads this name, and sets it on its own model. In the same
+    # process, as with TRL's colocate mode, the model that trains runs through that `__call__`, too.
+    do_not_compile = True
 
     def __init__(self, config: MiniMindConfig):
         super().__init__(config)
@@ -115,7 +119,9 @@ class MiniMindModel(MiniMindPreTrainedModel):
         elif attention_mask is not None and attention_mask.shape == position_ids.shape:
             if not torch.compiler.is_compiling():
                 attention_mask = unmask_packed_rows(attention_mask, position_ids)
-        check_positions(position_ids, length=seq_len, limit=self.config.max_position_embeddings)
+        # Engines lay requests behind each other in one row, so its length says nothing, and bound each request.
+        if self.config._attn_implementation not in ENGINES:
+            check_positions(position_ids, length=seq_len, limit=self.config.max_position_embeddings)
 
         causal_mask = None
         lengths = {"cu_seq_lens": kwargs.pop("cu_seq_lens_q", None), "max_length": kwargs.pop("max_length_q", None)}
@@ -134,7 +140,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
         # The slice lets `num_hidden_layers` be lowered after loading, as in transformers' models.
         all_router_logits: list[torch.Tensor] = []
         for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states, router_logits = layer(
+            outputs = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=causal_mask,
@@ -143,6 +149,8 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
+            # Under pipeline parallelism, engines put a module in place of a layer of another rank. It returns its input.
+            hidden_states, router_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
             if router_logits is not None:
                 all_router_logits.append(router_logits)
         if output_router_logits is None:

@@ -81,8 +81,8 @@ MISTAKES = [
         ValueError,
     ),
     Mistake(
-        "tested: 5.23 to 5.24.* 5.22.3 is installed",
-        lambda monkeypatch: load_travelling_code(monkeypatch, "5.22.3"),
+        "tested: 5.19 to 5.24.* 5.18.1 is installed",
+        lambda monkeypatch: load_travelling_code(monkeypatch, "5.18.1"),
         ImportError,
     ),
     # Arguments of `forward`

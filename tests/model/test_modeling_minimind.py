@@ -1,5 +1,7 @@
 """The whole model beside transformers' models of the same shape, through the cache, generation and compilation."""
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo
@@ -72,7 +74,8 @@ class EngineAttention(torch.nn.Module):
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_an_engine_brings_its_attention(build_model, input_ids, generation):
     """vLLM's Transformers backend gives its attention to the layers by an argument, and calls the decoder so."""
-    model = build_model(**GENERATIONS[generation]).eval()
+    # The requests of a batch together are longer than the rotary table, and each is shorter.
+    model = build_model(**GENERATIONS[generation], max_position_embeddings=6).eval()
     lengths = [5, 3]
     requests = [input_ids[:1, :5], input_ids[1:2, :3]]
     expected = torch.cat([model.model(request).last_hidden_state[0] for request in requests])
@@ -92,10 +95,32 @@ def test_an_engine_brings_its_attention(build_model, input_ids, generation):
         }
         options = {"use_cache": False, "return_dict": False, "attention_instances": instances}
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        hidden_states, *_ = model.model(torch.cat(requests, dim=1), position_ids=positions, **options)
+        decoders = model.model, torch.compile(model.model, backend="eager")
+        found = [decoder(torch.cat(requests, dim=1), position_ids=positions, **options)[0] for decoder in decoders]
     finally:
         AttentionInterface._global_mapping.pop("vllm")
-    assert_near(hidden_states[0], expected)
+    for hidden_states in found:
+        assert_near(hidden_states[0], expected)
+
+
+class MissingModule(torch.nn.Identity):
+    """A module of another rank, as vLLM writes it."""
+
+    def forward(self, *args, **kwargs):
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def test_an_engine_splits_the_decoder_by_its_plan(model, input_ids):
+    """Split over two ranks as vLLM 0.32 does: modules before the layers stay first, and modules behind them last."""
+    expected = model.model(input_ids).last_hidden_state
+    first, last = model.model, copy.deepcopy(model.model)
+    assert first.supports_pp_plan
+    (before, layers, after), options = first._pp_plan, {"use_cache": False, "return_dict": False}
+    first.get_submodule(layers)[1] = last.get_submodule(layers)[0] = MissingModule()
+    setattr(first, after, MissingModule())
+    setattr(last, before, MissingModule())
+    hidden_states, *_ = first(input_ids, **options)
+    assert_near(last(inputs_embeds=hidden_states, **options)[0], expected)
 
 
 @pytest.mark.parametrize("model_class", [MiniMindModel, MiniMindForCausalLM, MiniMindForSequenceClassification])

@@ -1,14 +1,20 @@
-"""The router loss of TRL's losses by its formula, and the figures and rows of a run."""
+"""The router loss of TRL's losses by its formula, the figures and rows of a run, and the weights for its engine."""
 
 import re
 import time
 
 import pytest
 import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
 
+from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.stages.reinforcement import ALGORITHMS
 from hf_pretrain.training.run import train_and_evaluate
 from tests.rollouts import make_model, toy_tasks, toy_trainer
+from tests.toys import EXPERTS
 from tests.trainers import written_out_loss
 
 
@@ -105,3 +111,29 @@ def test_steps_without_a_reward_log_no_reward(tokenizer, tmp_path, capsys, algor
     # After the last step, no completion gets a reward.
     assert "eval_runtime" in metrics and "eval_reward" not in metrics
     assert not [entry for entry in trainer.state.log_history if None in entry.values()]
+
+
+@pytest.mark.parametrize("trains_adapter", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "tie_word_embeddings": False}, EXPERTS], ids=str)
+def test_weights_for_vllm_have_the_names_of_the_checkpoint(tmp_path, fields, trains_adapter):
+    """vLLM's Transformers backend loads a checkpoint of ours by its own names, and TRL's weights by the same loader."""
+    model = make_model(**fields)
+    model.save_pretrained(tmp_path)
+    if trains_adapter:
+        # A run from a checkpoint has this name.
+        model.name_or_path = str(tmp_path)
+        model = add_adapter(model, AdapterArguments(use_peft=True))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    sender = object.__new__(VLLMGeneration)
+    sender.model, sender._dist = model, DistributedBackend(Accelerator(cpu=True))
+    sent = {name: weight.clone() for name, weight in sender._iter_named_params()}
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {name: weight.shape for name, weight in sent.items()} == {name: each.shape for name, each in saved.items()}
+    changed = {name for name, weight in sent.items() if not torch.equal(weight, saved[name])}
+    assert bool(changed) == trains_adapter
+    if trains_adapter:
+        merged = model.merge_and_unload().state_dict()
+        for name in sent:
+            torch.testing.assert_close(sent[name], merged[name])

@@ -1,4 +1,4 @@
-"""Exports as other programs read them: transformers 4.57, which servers pin, and 5 without this package; mlx; vLLM."""
+"""Exports as other programs read them: transformers 4.57 and 5.19, which servers pin, and this one; mlx; vLLM."""
 
 import json
 import math
@@ -37,8 +37,10 @@ SERVED = {
 # transformers
 
 
-# The newest versions that transformers 4.57.1 accepts. torch and the others come from this environment.
-PACKAGES = ("transformers==4.57.1", "tokenizers==0.22.1", "huggingface_hub==0.36.0")
+# transformers 4.57.1 with the newest versions that it accepts, and the version that vLLM 0.32 takes. torch and the others
+# come from this environment.
+OLD = ("transformers==4.57.1", "tokenizers==0.22.1", "huggingface_hub==0.36.0")
+ENGINES = ("transformers==5.19.0",)
 READ = """
 import json, sys
 from pathlib import Path
@@ -74,20 +76,20 @@ save_file(logits, root / f"{__version__}.safetensors")
 """
 
 
-def install_transformers_4() -> str:
-    """Return a directory with transformers 4.57, which hides this environment's version; install it once."""
-    directory = Path(sys.prefix) / "-".join(PACKAGES).replace("==", "-")
+def install(*packages: str) -> str:
+    """Return a directory with a version of transformers, which hides this environment's version; install it once."""
+    directory = Path(sys.prefix) / "-".join(packages).replace("==", "-")
     if not directory.is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", "--no-deps")
         with tempfile.TemporaryDirectory(dir=sys.prefix) as scratch:
-            subprocess.run([*pip, "--target", f"{scratch}/packages", *PACKAGES], check=True)
+            subprocess.run([*pip, "--target", f"{scratch}/packages", *packages], check=True)
             os.rename(f"{scratch}/packages", directory)
     return str(directory)
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_both_versions_of_transformers_give_the_logits_and_ids(build_model, input_ids, tmp_path):
+def test_all_versions_of_transformers_give_the_logits_and_ids(build_model, input_ids, tmp_path):
     """Load without this package, and without a question whether to run custom code."""
     tokenizers = [
         train_tokenizer([TEXT, "some more words"], vocab_size=330),
@@ -106,7 +108,8 @@ def test_both_versions_of_transformers_give_the_logits_and_ids(build_model, inpu
         ids[name] = [tokenizer(TEXT).input_ids, tokenizer(prompt).input_ids, padded]
     save_file({"input_ids": input_ids}, tmp_path / "input_ids.safetensors")
 
-    for version, path in (("4.57.1", install_transformers_4()), (transformers.__version__, "")):
+    versions = {"4.57.1": install(*OLD), "5.19.0": install(*ENGINES), transformers.__version__: ""}
+    for version, path in versions.items():
         environment = os.environ | {"PYTHONPATH": path, "HF_MODULES_CACHE": str(tmp_path / f"modules-{version}")}
         command = [sys.executable, "-c", READ, str(tmp_path), TEXT]
         streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
@@ -117,7 +120,7 @@ def test_both_versions_of_transformers_give_the_logits_and_ids(build_model, inpu
         read_logits = load_file(tmp_path / f"{version}.safetensors")
         assert read_ids == ids
         if version == "4.57.1":
-            assert "5.23 or newer (tested: 5.23 to 5.24), and 4.57.1 is installed" in errors.pop("minimind")
+            assert "5.19 or newer (tested: 5.19 to 5.24), and 4.57.1 is installed" in errors.pop("minimind")
         assert not errors and read_logits.keys() == logits.keys() - ({"minimind"} if version == "4.57.1" else set())
         for name, read in read_logits.items():
             assert_near(read, logits[name])
