@@ -149,7 +149,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-            # Under pipeline parallelism, engines put a module in place of a layer of another rank. It returns its input.
+            # Under pipeline parallelism, engines replace the layers of other ranks by modules that return their input.
             hidden_states, router_logits = outputs if isinstance(outputs, tuple) else (outputs, None)
             if router_logits is not None:
                 all_router_logits.append(router_logits)

@@ -123,6 +123,19 @@ def test_an_engine_splits_the_decoder_by_its_plan(model, input_ids):
     assert_near(last(inputs_embeds=hidden_states, **options)[0], expected)
 
 
+def test_a_model_trains_beside_vllm_in_its_process(build_model, input_ids, monkeypatch):
+    """vLLM 0.32 replaces `__call__` of the decoder class as below, and sets the attribute on its own models."""
+
+    def call(self, *args, **kwargs):
+        assert self.do_not_compile
+        return self.forward(*args, **kwargs)
+
+    model = build_model()
+    expected = model(input_ids).logits
+    monkeypatch.setattr(MiniMindModel, "__call__", call)
+    assert torch.equal(model(input_ids).logits, expected)
+
+
 @pytest.mark.parametrize("model_class", [MiniMindModel, MiniMindForCausalLM, MiniMindForSequenceClassification])
 def test_unknown_arguments_are_refused(build_model, input_ids, model_class):
     model = model_class(build_model().config).eval()

@@ -116,7 +116,7 @@ def test_steps_without_a_reward_log_no_reward(tokenizer, tmp_path, capsys, algor
 @pytest.mark.parametrize("trains_adapter", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "tie_word_embeddings": False}, EXPERTS], ids=str)
 def test_weights_for_vllm_have_the_names_of_the_checkpoint(tmp_path, fields, trains_adapter):
-    """vLLM's Transformers backend loads a checkpoint of ours by its own names, and TRL's weights by the same loader."""
+    """vLLM's Transformers backend loads our checkpoint by its own names, and TRL's weights by the same loader."""
     model = make_model(**fields)
     model.save_pretrained(tmp_path)
     if trains_adapter:

@@ -37,8 +37,8 @@ SERVED = {
 # transformers
 
 
-# transformers 4.57.1 with the newest versions that it accepts, and the version that vLLM 0.32 takes. torch and the others
-# come from this environment.
+# transformers 4.57.1 with the newest versions that it accepts, and the version that vLLM 0.32 takes. torch and the
+# others come from this environment.
 OLD = ("transformers==4.57.1", "tokenizers==0.22.1", "huggingface_hub==0.36.0")
 ENGINES = ("transformers==5.19.0",)
 READ = """
