@@ -8,10 +8,10 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import hf_pretrain
 from hf_pretrain.hub.model_card import format_conversion_card
