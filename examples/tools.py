@@ -8,7 +8,6 @@ own. An error, and a call that takes too long, become a result that the model re
 
 import datetime
 import re
-from typing import Literal
 
 
 _METRES = {"mm": 0.001, "cm": 0.01, "m": 1.0, "km": 1000.0, "inch": 0.0254, "foot": 0.3048, "mile": 1609.344}
@@ -31,11 +30,11 @@ def calculate(expression: str) -> str:
 
 def convert_units(value: float, source: str, target: str) -> str:
     """
-    Converts a length or a weight into another unit.
+    Converts a length or a weight.
 
     Args:
         value: The number of source units.
-        source: One of mm, cm, m, km, inch, foot, mile, g, kg, ounce, pound.
+        source: A unit such as mm, km, inch, mile, kg, ounce.
         target: A unit of the same kind.
     """
     for units in (_METRES, _GRAMS):
@@ -44,17 +43,16 @@ def convert_units(value: float, source: str, target: str) -> str:
     raise ValueError(f"There is no way from {source} to {target}. Units: {', '.join([*_METRES, *_GRAMS])}.")
 
 
-def calendar(date: str, days: int, answer: Literal["date", "weekday"]) -> str:
+def calendar(date: str, days: int) -> str:
     """
     Counts days from a date.
 
     Args:
         date: A date such as 2026-03-31.
-        days: Days to add; negative ones lie before the date.
-        answer: What to return.
+        days: Days to add, 0 for the date itself.
     """
     day = datetime.date.fromisoformat(date) + datetime.timedelta(days=days)
-    return day.isoformat() if answer == "date" else f"{day:%A}"
+    return f"{day:%A}, {day}"
 
 
 def stock(item: str) -> str:

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 
 from ..checkpoints.directory import find_newest_run
+from ..inference.inference_arguments import AnsweringArguments, with_engine
 from ..inference.served_model import ServedModel
 from ..rows.chat_arguments import ChatArguments
 from ..rows.collators import DataCollatorForPackedRows
 from ..rows.preparation import PreparedData, load_rows
 from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
-from ..runtime.flags import flag
+from ..runtime.flags import flag, same_flag
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole
 from ..tokenizer.pretrained import load_tokenizer
@@ -80,6 +81,8 @@ class EvaluationArguments(LMTrainingArguments):
     include_path: list[str] | None = flag(None, "Directories with further task YAMLs.")
     num_fewshot: int | None = flag(None, "Examples before each question of a task.")
     limit: float | None = flag(None, "Number of examples per task, or a share if below 1.", bounds="above 0")
+    engine: str | None = same_flag(AnsweringArguments, "engine")
+    tool_cases: str | None = flag(None, f"A file of tools and questions for {TASK}, instead of its own.")
     max_new_tokens: int = flag(256, f"Limit of one answer to {TASK}.", bounds="at least 1")
     temperature: float = flag(0.0, f"Divisor of the logits in {TASK}; 0 takes the most probable token.")
     top_p: float = flag(1.0, f"Sample from the likeliest tokens in {TASK}.", bounds="above 0 and at most 1")
@@ -201,7 +204,9 @@ def run_tasks(
     names, results = expand_tasks(args.tasks or ""), {}
     if TASK in names:
         names.remove(TASK)
-        results[TASK] = evaluate_tool_calls(model, tokenizer, **{name: vars(args)[name] for name in OPTIONS})
+        # A served model has no tokenizer here.
+        answering = with_engine(model, args.engine) if tokenizer is not None else model
+        results[TASK] = evaluate_tool_calls(answering, tokenizer, **{name: vars(args)[name] for name in OPTIONS})
     if not names:
         return results
     # Only these tasks need lm-eval, an optional package.

@@ -14,16 +14,17 @@ from typing import Any
 from ..inference.terminal_chat import Chat
 from ..inference.tools import calculator
 from ..runtime.errors import UserError
+from ..runtime.json_files import read_json
 
 
 TASK = "tool_call"
 # The flags of `recipes/evaluate.py` that the task reads.
-OPTIONS = ("limit", "temperature", "top_p", "max_new_tokens")
+OPTIONS = ("tool_cases", "limit", "temperature", "top_p", "max_new_tokens")
 _CASES = Path(__file__).with_name("tool_call_cases.json")
 
 
 def evaluate_tool_calls(
-    model: Any, tokenizer: Any, *, limit: float | None = None, **sampling: float
+    model: Any, tokenizer: Any, *, tool_cases: str | None = None, limit: float | None = None, **sampling: float
 ) -> dict[str, Any]:
     """
     Ask the questions. The chat template, or the server of the model, decides about reasoning.
@@ -32,6 +33,7 @@ def evaluate_tool_calls(
         model ([`PreTrainedModel`] or [`~inference.served_model.ServedModel`]): the model, in eval mode.
         tokenizer ([`PreTrainedTokenizerFast`]): its tokenizer, with a chat template and a response template;
             `None` for a served model.
+        tool_cases (`str`, *optional*): a file of other tools and questions, in the form of `tool_call_cases.json`.
         limit (`float`, *optional*): the number of questions; below 1, their share.
         sampling: as for [`~inference.terminal_chat.Chat`]; by default greedy decoding of 256 tokens.
 
@@ -42,7 +44,7 @@ def evaluate_tool_calls(
     """
     if tokenizer is not None and tokenizer.response_template is None:
         raise UserError("--tasks tool_call: without a response_template, no tool call can be recognised.")
-    content = json.loads(_CASES.read_text(encoding="utf-8"))
+    content = read_json(Path(tool_cases or _CASES))
     cases = content["cases"]
     if limit is not None:
         cases = cases[: math.ceil(limit * len(cases) if limit < 1 else limit)]
@@ -50,7 +52,8 @@ def evaluate_tool_calls(
     failures, examples, num_called = [], [], 0
     for number, case in enumerate(cases):
         tools = [tool for tool in content["tools"] if tool["function"]["name"] in case["tools"]]
-        chat = Chat(model, tokenizer, sampling, tools=tools)
+        # One call too many decides.
+        chat = Chat(model, tokenizer, sampling, tools=tools, num_rounds=len(case["calls"]) + 1)
         problem, is_called, answer = _ask(chat, case)
         num_called += is_called
         if problem:

@@ -73,6 +73,7 @@ class Chat:
         enable_thinking (`bool`, *optional*): whether the model reasons first; by default the chat template decides.
         tools, functions: the offered tools, as [`~inference.tools.offer_tools`] returns them.
         num_turns (`int`, *optional*): earlier questions that the model still sees, with their answers; by default all.
+        num_rounds (`int`): answers to one question that may call tools.
 
     Attributes:
         history (`list[dict]`): the messages of the conversation.
@@ -90,6 +91,7 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     num_turns: int | None = None
+    num_rounds: int = MAX_TOOL_ROUNDS
     history: list[dict[str, Any]] = field(default_factory=list, init=False)
     text: str = field(default="", init=False)
     speed: str = field(default="", init=False)
@@ -116,7 +118,7 @@ class Chat:
     def respond(self, write: Callable[[str], Any]) -> dict[str, Any]:
         """Answer as [`answer`] does. While the answer calls tools, run them and answer again."""
         message = self.answer(write)
-        for _ in range(MAX_TOOL_ROUNDS if self.functions else 0):
+        for _ in range(self.num_rounds if self.functions else 0):
             if not (calls := message.get("tool_calls")):
                 break
             for call in calls:

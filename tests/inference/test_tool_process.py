@@ -120,8 +120,8 @@ def test_the_tools_of_the_example():
         ("calculate", {"expression": "12 * (3 + 4) / -2"}, "-42"),
         ("convert_units", {"value": 5, "source": "mile", "target": "km"}, "8.04672"),
         ("convert_units", {"value": 2, "source": "pound", "target": "g"}, "907.185"),
-        ("calendar", {"date": "2026-02-27", "days": 3, "answer": "date"}, "2026-03-02"),
-        ("calendar", {"date": "2026-11-30", "days": 0, "answer": "weekday"}, "Monday"),
+        ("calendar", {"date": "2026-02-27", "days": 3}, "Monday, 2026-03-02"),
+        ("calendar", {"date": "2026-11-30", "days": 0}, "Monday, 2026-11-30"),
         ("stock", {"item": "pears"}, "40"),
     ):
         assert call(functions, name, **arguments) == result

@@ -1,0 +1,79 @@
+"""The questions that `examples/tool_tasks.py` makes for the tools of `examples/tools.py`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import tools
+from hf_pretrain.data.reward_tasks import read_task
+from hf_pretrain.evaluation.tool_call_task import evaluate_tool_calls
+from hf_pretrain.stages.minimind_rewards import agent
+from tests.evaluation.test_tool_call_task import ScriptedModel, right_answers
+
+
+EXAMPLES = Path(tools.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tasks")
+    subprocess.run([sys.executable, EXAMPLES / "tool_tasks.py", directory], check=True)
+    return directory
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def turns(name: str, arguments: dict, answer: str) -> list[str]:
+    return [f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>", answer]
+
+
+def test_no_question_stands_in_two_files(made):
+    cases = json.loads((made / "held_out.json").read_text(encoding="utf-8"))["cases"]
+    conversations, tasks = (read(made / f"{name}.jsonl") for name in ("conversations", "tasks"))
+    texts = [case["question"] for case in cases]
+    texts += [each["messages"][0]["content"] for each in conversations] + [
+        each["prompt"][-1]["content"] for each in tasks
+    ]
+    assert len(texts) == len(set(texts)) == 120 + 80 + 1000
+    # Some held-out questions offer all four tools, and some only the right one.
+    assert {len(case["tools"]) for case in cases} == {1, 2, 4}
+
+
+def test_the_calls_of_a_conversation_give_its_results_and_the_answer_states_them(made):
+    for each in read(made / "conversations.jsonl"):
+        (call,) = each["messages"][1]["tool_calls"]
+        result = getattr(tools, call["name"])(**call["arguments"])
+        assert each["messages"][2]["content"] == result
+        # The calendar returns a weekday and a date, of which the question asks for one.
+        assert any(part in each["messages"][3]["content"] for part in result.split(", "))
+        assert call["name"] in [tool["function"]["name"] for tool in each["tools"]]
+
+
+def test_right_answers_to_the_held_out_questions_score(made, tokenizer):
+    path = made / "held_out.json"
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    model = ScriptedModel(tokenizer, sum(map(right_answers, cases), []))
+    result = evaluate_tool_calls(model, tokenizer, tool_cases=str(path))
+    assert result["failures"] == [] and result["num_examples"] == 120
+    for case in cases:
+        (call,) = case["calls"]
+        arguments = {name: value for name, (value,) in call["arguments"].items()}
+        assert getattr(tools, call["name"])(**arguments) == call["result"] and case["states"][0] in call["result"]
+
+
+def test_the_reward_of_a_task_is_highest_for_its_call_with_its_result(made):
+    for record in read(made / "tasks.jsonl")[:100]:
+        task = read_task(record)
+        offered = json.loads(task["tools"])
+        name = offered[0]["function"]["name"]
+        required = offered[0]["function"]["parameters"]["required"]
+        call, wrong = dict.fromkeys(required, "1"), dict.fromkeys(required[1:], "1")
+        (target,) = task["solution"]
+        assert agent(turns(name, call, f"It is {target}."), offered, [target]) == 3.0
+        assert agent(turns(name, call, "It is unknown."), offered, [target]) == 0.5
+        assert agent(turns(name, wrong, f"It is {target}."), offered, [target]) < 3.0
