@@ -174,6 +174,9 @@ class GRPOTrainingArguments(LMTrainingArguments, GRPOConfig):
             raise UserError("--use_transformers_continuous_batching needs a paged cache, which MiniMind lacks.")
         if self.use_vllm and not is_vllm_available():
             raise UserError("--use_vllm needs vLLM, which is not installed: pip install vllm, or leave the flag out.")
+        own_code = self.vllm_model_impl == "transformers" and self.trust_remote_code
+        if self.use_vllm and self.vllm_mode == "colocate" and not own_code:
+            raise UserError("--use_vllm runs our model: add --vllm_model_impl transformers --trust_remote_code true.")
         super().__post_init__()
         if self.thinking_ratio is not None:
             # `RecordTemplate` replaces these variables in the prompts that ask for a thought.

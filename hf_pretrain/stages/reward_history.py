@@ -20,12 +20,17 @@ STEPS_WITHOUT_SIGNAL = 10
 # The mean reward of so many generations raises the level of the tasks.
 NUM_GENERATIONS = 10
 LEVEL_NAME = "task_level.json"
+# Mean difference between the log-probabilities of vLLM and of the model. Rounding to bfloat16 gives a few hundredths.
+MAX_DIFFERENCE = 0.5
 
 
 class KnownFigures(TrainerCallback):
     """
     Log only figures that some completion has. Trackers expect no `None`, which TRL logs for the others. Warn once if
     the rewards of all groups were equal for ten steps, in which they taught nothing.
+
+    Raises:
+        `UserError`: if the answers come from another model than the one that learns.
     """
 
     def __init__(self):
@@ -36,6 +41,11 @@ class KnownFigures(TrainerCallback):
         self.last_signal = state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if (difference := logs.get("sampling/sampling_logp_difference/mean") or 0.0) > MAX_DIFFERENCE:
+            raise UserError(
+                f"vLLM computes other probabilities than the model: they differ by {difference:.2g} nats per token. "
+                "Serve the run's own checkpoint with vLLM, not an export, whose weights have another order."
+            )
         if logs.get("frac_reward_zero_std", 1.0) < 1.0:
             self.last_signal = state.global_step
         elif "frac_reward_zero_std" in logs and state.global_step - self.last_signal >= STEPS_WITHOUT_SIGNAL:

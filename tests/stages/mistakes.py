@@ -17,7 +17,7 @@ from hf_pretrain.runtime.signals import UserCodeExit, guard_user_code
 from hf_pretrain.stages.distillation import DistillationArguments, check_same_vocabulary, load_teacher
 from hf_pretrain.stages.kl_to_base import BaseTerm
 from hf_pretrain.stages.reinforcement import GENERATION_NAME, GRPOTrainingArguments, SavedGeneration, TaskArguments
-from hf_pretrain.stages.reward_history import TaskLevel
+from hf_pretrain.stages.reward_history import KnownFigures, TaskLevel
 from hf_pretrain.stages.reward_training import RewardTrainingArguments
 from hf_pretrain.stages.rewards import arithmetic_reward, format_reward, load_reward_functions, task_check
 from hf_pretrain.tokenizer.training import train_tokenizer
@@ -37,6 +37,18 @@ def type_a_flag_of_grpo(tmp_path, monkeypatch):
     """The presets give `--loss_type` this value, so that it is refused only if it is typed."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", "--loss-type=cispo"])
     given(algorithm="rloo", loss_type="cispo")(tmp_path)
+
+
+def run_without_the_models_code(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_pretrain.stages.reinforcement.is_vllm_available", lambda: True)
+    given(use_vllm=True, vllm_mode="colocate")(tmp_path)
+
+
+def log_difference(difference):
+    """Log the mean difference between the log-probabilities of vLLM and of the model, as TRL does."""
+    logs = {"sampling/sampling_logp_difference/mean": difference}
+    state = SimpleNamespace(global_step=1, log_history=[{}])
+    KnownFigures().on_log(None, state, None, logs=logs)
 
 
 def loaded(name):
@@ -107,6 +119,8 @@ CODE = "InternLM2ForRewardModel"
 INTERNLM = PreTrainedConfig(architectures=[CODE], auto_map={"AutoModel": f"modeling_internlm2.{CODE}"})
 
 MISTAKES = [
+    Mistake("add --vllm_model_impl transformers --trust_remote_code true", run_without_the_models_code),
+    Mistake("they differ by 0.51 nats per token.*own checkpoint", lambda: log_difference(0.51)),
     # Distillation.
     Mistake("--temperature 0.0 must be above 0", lambda: DistillationArguments("teacher", temperature=0.0)),
     Mistake("--ce_weight 1.5 must be at least 0 and at most 1", lambda: DistillationArguments("a", ce_weight=1.5)),
