@@ -6,7 +6,7 @@
 # make pretrain ARGS="--max_steps 100"                     any other flag of the recipe
 # make chat-from-scratch MINUTES=20                        everything up to a chat model in this time, on this machine
 # make teach                                               teach facts to a published chat model, then make chat
-# make agent                                               teach the model to use tools, and score it before and after
+# make agent                                               teach it tools by examples, then by rewards, and compare
 # make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
 # make board                                               a page that starts, shows, stops and compares runs
@@ -67,14 +67,14 @@ chat-from-scratch: $(VENV)/.installed
 teach: $(VENV)/.installed-peft
 	$(BIN)/python hf_pretrain_cli.py sft --preset smollm2 $(ARGS)
 
-# Two processes by default: two threads train a model of this size hardly faster than one.
-AGENT := --nproc $(or $(GPUS),2) $(if $(filter cuda,$(DEVICE)),,--use_cpu) $(ARGS)
+# Two processes by default on a CPU: two threads train a model of this size hardly faster than one.
+AGENT := $(LAUNCH) $(if $(GPUS)$(shell nvidia-smi -L 2>/dev/null),,--nproc 2) $(ARGS)
 agent: $(VENV)/.installed-peft $(VENV)/.installed-trl
 	$(BIN)/python examples/tool_tasks.py out/agent-data
 	$(BIN)/python hf_pretrain_cli.py sft --config recipes/smollm2/agent-sft.yaml $(AGENT)
 	$(BIN)/python hf_pretrain_cli.py grpo --config recipes/smollm2/agent-grpo.yaml $(AGENT)
 	$(BIN)/python hf_pretrain_cli.py evaluate out/agent-grpo --against out/agent-sft --tasks tool_call \
-	  --tool_cases out/agent-data/held_out.json --validation_fraction 0
+	  --tool_cases out/agent-data/held_out.json --engine llama.cpp --validation_fraction 0
 	$(BIN)/python hf_pretrain_cli.py convert --from out/agent-grpo --to out/agent-gguf --format gguf
 
 chat serve board evaluate tokenizer: $(VENV)/.installed

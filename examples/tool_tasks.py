@@ -112,7 +112,7 @@ def make_questions(
         result = tool(**arguments)
         # The calendar returns both.
         states = dict(zip(("weekday", "date"), result.split(", "), strict=False)).get(kind, result)
-        offered = {tool, *generator.sample(TOOLS, others)}
+        offered = {tool, *generator.sample([each for each in TOOLS if each is not tool], others)}
         yield {
             "text": text,
             "call": {"name": tool.__name__, "arguments": arguments},
@@ -152,10 +152,10 @@ def _case(question: dict[str, Any]) -> dict[str, Any]:
 def main(directory: str) -> None:
     path, seen = Path(directory), set[str]()
     path.mkdir(parents=True, exist_ok=True)
-    held_out = make_questions("held out", 120, 8, (0, 1, 4), seen)
+    held_out = make_questions("held out", 120, 8, (0, 1, 3), seen)
     content = {"tools": [get_json_schema(each) for each in TOOLS], "cases": list(map(_case, held_out))}
     (path / "held_out.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    _write(path / "conversations.jsonl", map(_conversation, make_questions("conversations", 80, 2, (0, 1, 4), seen)))
+    _write(path / "conversations.jsonl", map(_conversation, make_questions("conversations", 80, 2, (0, 1, 3), seen)))
     # A batch of tasks is as long as its longest prompt, so no task offers all tools.
     _write(path / "tasks.jsonl", map(_task, make_questions("tasks", 1000, 6, (1,), seen)))
 

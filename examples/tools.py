@@ -12,7 +12,11 @@ import re
 
 _METRES = {"mm": 0.001, "cm": 0.01, "m": 1.0, "km": 1000.0, "inch": 0.0254, "foot": 0.3048, "mile": 1609.344}
 _GRAMS = {"g": 1.0, "kg": 1000.0, "ounce": 28.349523125, "pound": 453.59237}
-_STOCK = {"apples": 12, "books": 25, "chairs": 8, "cups": 31, "eggs": 36, "lamps": 3, "nuts": 7, "pears": 40}
+_STOCK = {
+    "apples": 12, "bags": 64, "balls": 19, "bells": 18, "books": 25, "bottles": 144, "boxes": 57, "brushes": 22,
+    "candles": 90, "chairs": 8, "coats": 13, "cups": 31, "eggs": 36, "forks": 75, "hats": 28, "keys": 46, "lamps": 3,
+    "maps": 17, "nuts": 7, "pears": 40, "pens": 210, "plates": 33, "rings": 5, "shoes": 82,
+}  # fmt: skip
 
 
 def calculate(expression: str) -> str:

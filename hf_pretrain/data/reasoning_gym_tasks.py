@@ -88,9 +88,11 @@ def score_answer(answer: str, place: dict[str, Any]) -> float:
 def _find_levels(name: str, level: int | None, raises: bool) -> list[int | None]:
     """Return the levels of the tasks of a family. Raise `UserError` if there is none, or a run cannot use it."""
     family = name.removeprefix("reasoning_gym:")
-    check_word("--dataset_name", name, [f"reasoning_gym:{each}" for each in DATASETS])
     for reason in (reason for reason, families in UNFIT.items() if family in families):
         raise UserError(f"{name} {reason}. Name another family.")
+    check_word(
+        "--dataset_name", name, [f"reasoning_gym:{each}" for each in DATASETS.keys() - set().union(*UNFIT.values())]
+    )
     attributes = CURRICULA[family]().attributes.values() if family in CURRICULA else ()
     num_levels = max((len(each.levels) for each in attributes), default=0)
     if level is not None and level >= num_levels:
@@ -129,11 +131,16 @@ def load_gym_tasks(
             row = TASK_COLUMNS | {"prompt": prompt, "solution": solution, "task": name, "reasoning_gym": place}
             # A training task does not become what the split holds out at a higher level: it stays the easier one.
             is_held_out = any(hashes_are_between([json.dumps(prompt)], [None], 0.0, reading.validation_fraction))
-            rows.append(rows[-1] if rows and is_held_out else row)
-        text = json.dumps(rows[0]["prompt"])
+            try:
+                rows.append(rows[-1] if rows and is_held_out else finish(row))
+            except BadRecord as error:
+                # Nor does it become one that is too long.
+                if not rows:
+                    rejected.add(name, index, error.reason)
+                    break
+                rows.append(rows[-1])
         rejected.num_lines += 1
-        try:
-            task, *harder = map(finish, rows)
+        if rows:
+            task, *harder = rows
+            text = json.dumps(task["prompt"])
             yield task | ({"harder": [json.dumps(each) for each in harder]} if raises else {}), [text]
-        except BadRecord as error:
-            rejected.add(name, index, error.reason)

@@ -247,7 +247,7 @@ def load_tasks(
     loaded: list[tuple[dict[str, Any], list[str]]] = []
     for name in dataset_names:
         num_before = len(loaded)
-        if name.startswith("reasoning_gym"):
+        if DatasetName.parse(name).repo_id == "reasoning_gym":
             load = load_named("hf_pretrain.data.reasoning_gym_tasks:load_gym_tasks")
             loaded += load(name, reading, rejected, finish, num_tasks, level, raises)
         elif DatasetName.parse(name).is_embedded:

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback
 
 from ..checkpoints.directory import find_newest_run
-from ..inference.inference_arguments import AnsweringArguments, with_engine
+from ..inference.inference_arguments import with_engine
 from ..inference.served_model import ServedModel
 from ..rows.chat_arguments import ChatArguments
 from ..rows.collators import DataCollatorForPackedRows
 from ..rows.preparation import PreparedData, load_rows
 from ..run_directory.metrics import METRICS, named_figures
 from ..runtime.errors import UserError, install_command
-from ..runtime.flags import flag, same_flag
+from ..runtime.flags import flag
 from ..runtime.names import public_name
 from ..runtime.writing import check_output, written_whole
 from ..tokenizer.pretrained import load_tokenizer
@@ -81,7 +81,7 @@ class EvaluationArguments(LMTrainingArguments):
     include_path: list[str] | None = flag(None, "Directories with further task YAMLs.")
     num_fewshot: int | None = flag(None, "Examples before each question of a task.")
     limit: float | None = flag(None, "Number of examples per task, or a share if below 1.", bounds="above 0")
-    engine: str | None = same_flag(AnsweringArguments, "engine")
+    engine: str = flag("transformers", f"What generates the answers of {TASK}.", choices=("llama.cpp", "transformers"))
     tool_cases: str | None = flag(None, f"A file of tools and questions for {TASK}, instead of its own.")
     max_new_tokens: int = flag(256, f"Limit of one answer to {TASK}.", bounds="at least 1")
     temperature: float = flag(0.0, f"Divisor of the logits in {TASK}; 0 takes the most probable token.")

@@ -45,7 +45,8 @@ def evaluate_tool_calls(
     if tokenizer is not None and tokenizer.response_template is None:
         raise UserError("--tasks tool_call: without a response_template, no tool call can be recognised.")
     content = read_json(Path(tool_cases or _CASES))
-    cases = content["cases"]
+    if not content.get("tools") or not (cases := content.get("cases")):
+        raise UserError(f"--tool_cases {tool_cases}: it needs `tools` and `cases`, as {_CASES} has them.")
     if limit is not None:
         cases = cases[: math.ceil(limit * len(cases) if limit < 1 else limit)]
     sampling = {"temperature": 0, "max_new_tokens": 256} | sampling

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from ..runtime.errors import UserError
+from ..runtime.names import public_name
 
 
 Message = dict[str, Any]
@@ -44,6 +45,7 @@ class ServedModel:
         body = {"model": self.name, "messages": to_request(messages, with_reasoning=True), "tools": tools} | sampling
         body["max_tokens"] = body.pop("max_new_tokens")
         target, headers = f"{self.url.rstrip('/')}/chat/completions", {"Authorization": f"Bearer {self.key}"}
+        shown = public_name(target)
         try:
             # On a CPU, a server that answers others first may need minutes.
             response = httpx.post(target, json=body, headers=headers, timeout=600)
@@ -55,8 +57,8 @@ class ServedModel:
             reason = f"{type(error).__name__}: {error}"
         if reason.startswith("400") and messages[-1]["role"] == "tool":
             # The conversation has more tokens than the model has positions, for example.
-            raise UserError(f"{target}: {reason}")
-        raise ServerError(f"{target}: {reason}. Start the server, or check --api_base_url, --api_model and --api_key.")
+            raise UserError(f"{shown}: {reason}")
+        raise ServerError(f"{shown}: {reason}. Start the server, or check --api_base_url, --api_model and --api_key.")
 
 
 def to_request(messages: list[Message], *, with_reasoning: bool = False) -> list[Message]:

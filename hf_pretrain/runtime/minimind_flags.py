@@ -113,7 +113,7 @@ def _complete(typed: dict[str, str], collected: dict[str, str], stage: str) -> l
     if collected.get("backend") == "api":
         return _without(typed, TABLE["defaults"]["served"])
     if stage in _ANSWERING:
-        model = _answering_model(directory, collected)
+        model = _answering_model(directory, collected, typed.get("--model_name_or_path"))
         return ["--model_name_or_path", model] if model else []
     name = collected.get("save_weight", collected.get("lora_name", ""))
     if name or {"save_dir", "out_dir"} & collected.keys():
@@ -170,16 +170,18 @@ def _sizes(collected: dict[str, str], *, has_preset: bool) -> list[str]:
     return [*words, *(["--config_overrides", overrides] if overrides else [])]
 
 
-def _answering_model(directory: Path, collected: dict[str, str]) -> str | None:
-    """Return the model that MiniMind's flags of inference name; `None` if they name none."""
+def _answering_model(directory: Path, collected: dict[str, str], typed: str | None) -> str | None:
+    """Return the model that MiniMind's flags of inference name, or `typed` with a LoRA; `None` if they name none."""
     lora = collected.get("lora_weight", collected.get("lora_name", "None"))
     # An adapter of this package knows its base model.
     if (directory / lora).is_dir():
         return str(directory / lora)
-    weight = collected.get("weight", collected.get("from_weight", "None" if lora == "None" else "full_sft"))
+    weight = collected.get("weight", collected.get("from_weight", "None"))
     model = collected.get("load_from") if weight == "None" else _find_weights(directory, weight)
     if lora == "None":
         return model
+    # MiniMind's default.
+    model = typed or model or _find_weights(directory, "full_sft")
     file = [directory / f"{lora}.pth", *sorted(directory.rglob(f"{lora}_*.pth"))][-1]
     return load_named("hf_pretrain.weights.localizing:make_native")(model, lora=file)
 

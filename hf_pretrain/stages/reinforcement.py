@@ -38,6 +38,7 @@ from ..training.run import Run
 from ..training.settling import overriding
 from ..training.training_arguments import LMTrainingArguments
 from .log_probs import replace_heads
+from .minimind_rewards import calls_in
 from .record_template import RecordTemplate
 from .reward_history import KnownFigures, TaskLevel
 from .rewards import REWARDS, answer_of, task_check
@@ -241,7 +242,7 @@ def _parse_response(
     text = decode(ids, skip_special_tokens=True)
     if "<tool_call>" in text:
         # The parser also reads a call without an end, such as one that the limit of a turn has cut off.
-        del message.get("tool_calls", [])[text.count("</tool_call>") :]
+        del message.get("tool_calls", [])[len(calls_in(text)) :]
     calls = json.dumps(message.get("tool_calls"))
     if calls.count("[") + calls.count("{") > MAX_BRACKETS:
         raise ValueError("The tool calls have too many brackets.")

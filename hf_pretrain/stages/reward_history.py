@@ -44,7 +44,8 @@ class KnownFigures(TrainerCallback):
         if (difference := logs.get("sampling/sampling_logp_difference/mean") or 0.0) > MAX_DIFFERENCE:
             raise UserError(
                 f"vLLM computes other probabilities than the model: they differ by {difference:.2g} nats per token. "
-                "Serve the run's own checkpoint with vLLM, not an export, whose weights have another order."
+                "With --vllm_mode server, serve the run's own checkpoint, not an export, whose weights have another "
+                "order, with --logprobs-mode processed_logprobs."
             )
         if logs.get("frac_reward_zero_std", 1.0) < 1.0:
             self.last_signal = state.global_step
@@ -99,4 +100,6 @@ class TaskLevel:
             (directory / LEVEL_NAME).write_text(json.dumps([self.level, self.rewards]), encoding="utf-8")
 
     def load(self, trainer: Any, checkpoint: str) -> None:
-        self.level, self.rewards = json.loads(Path(checkpoint, LEVEL_NAME).read_text(encoding="utf-8"))
+        path = Path(checkpoint, LEVEL_NAME)
+        if path.exists():
+            self.level, self.rewards = json.loads(path.read_text(encoding="utf-8"))

@@ -170,7 +170,8 @@ def task_check(
     """
     if max_prompt_length < 1:
         raise UserError(
-            f"--max_completion_length leaves {max_prompt_length} of the model's positions for the prompt. Lower it."
+            f"--max_completion_length leaves {max_prompt_length} of the model's positions for the prompt. Lower it, "
+            "or with --tools --max_turn_length."
         )
     options = {"add_generation_prompt": True} | options
 

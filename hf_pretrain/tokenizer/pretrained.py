@@ -121,7 +121,8 @@ def _base_of_adapter(name_or_path: str | Path) -> str | None:
 
 def _directory_of(path: Path) -> Path:
     """Return the directory of a model's tokenizer. In MiniMind's checkout, `model` stands beside `out`."""
-    places = [path.parent, path.parent.parent / "model"] if path.is_file() else [path]
+    places = [path.parent] if path.is_file() else [path]
+    places += [path.absolute().parents[1] / "model"] if path.suffix == ".pth" else []
     return next((place for place in places if (place / "tokenizer.json").is_file()), places[0])
 
 

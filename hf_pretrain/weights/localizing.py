@@ -79,7 +79,7 @@ def _digest(content: Any) -> str:
 
 
 def _write_copy(name: str, path: Path, config: Mapping[str, Any] | None, directory: Path, lora: Path | None) -> None:
-    if not is_gguf(name):
+    if not is_gguf(name) and not is_native_checkpoint(path):
         logger.warning(f"{name} was not written by hf_pretrain: converting it.")
     model = load_upstream(name, config=config)
     model = merge_upstream_lora(model, lora) if lora else model
