@@ -9,10 +9,12 @@ import sys
 
 import pytest
 
+from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reasoning_gym_tasks import DATASETS, RUNS_ANSWERS, UNFIT, score_answer
 from hf_pretrain.data.reward_tasks import load_tasks
 from hf_pretrain.rows.reading import Reading
 from hf_pretrain.stages.rewards import reasoning_gym_reward
+from tests.toys import write_jsonl
 
 
 FAMILIES = (
@@ -64,6 +66,26 @@ def test_no_harder_task_of_the_training_is_held_out():
     assert {task["reasoning_gym"]["level"] for task in harder} == {*range(5)} and len(held_out) > 30
     texts = {prompt[0]["content"] for prompt in held_out["prompt"]}
     assert not texts & {task["prompt"][0]["content"] for task in harder}
+
+
+def test_a_harder_task_that_is_too_long_leaves_the_easier_one():
+    def check(task):
+        if len(task["prompt"][0]["content"]) > 2500:
+            raise BadRecord("it is too long")
+
+    options = {"level": 0, "num_tasks": 20, "check": check}
+    train, _ = load("number_sorting", raises=True, **options)
+    assert train["prompt"][:] == load("number_sorting", **options)[0]["prompt"][:]
+    for rows in train["harder"]:
+        lengths = [len(json.loads(row)["prompt"][0]["content"]) for row in rows]
+        assert len(rows) > 3 and max(lengths) <= 2500
+
+
+def test_a_file_whose_name_begins_alike_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "reasoning_gym_mine.jsonl", [{"prompt": "How many?", "solution": "2"}])
+    tasks, _ = load_tasks(["reasoning_gym_mine.jsonl"], Reading(kind="task", validation_fraction=0.0))
+    assert tasks["solution"][:] == ["2"]
 
 
 def test_answers_are_not_run_as_code(tmp_path):

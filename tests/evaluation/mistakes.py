@@ -33,6 +33,14 @@ def validate(*names, **data):
     return make
 
 
+def ask_cases(content):
+    def make(tmp_path):
+        (tmp_path / "cases.json").write_text(content)
+        evaluate_tool_calls(None, None, tool_cases=str(tmp_path / "cases.json"))
+
+    return make
+
+
 def name_no_task(tmp_path, monkeypatch):
     from hf_pretrain.evaluation import lm_eval_tasks
 
@@ -67,6 +75,9 @@ def ask_served(address):
 
 
 MISTAKES = [
+    Mistake("--tool_cases .*cases.json: it needs `tools` and `cases`, as .*tool_call_cases.json", ask_cases("{}")),
+    Mistake("--tool_cases .*cases.json: it needs", ask_cases('{"tools": [{}], "cases": []}')),
+    Mistake("no-such.json is not a JSON file", lambda: evaluate_tool_calls(None, None, tool_cases="no-such.json")),
     Mistake("nowhere holds no model to evaluate", find_model(None, output_dir="nowhere")),
     Mistake("name a directory for the results with --results_dir", find_model("me/mine")),
     Mistake("--limit 0 must be above 0", find_model(None, limit=0)),

@@ -11,7 +11,7 @@ from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.runtime.minimind_flags import TABLE, translate_minimind
 from hf_pretrain.runtime.parser import recipe_parser
-from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.training_arguments import LMTrainingArguments
 from hf_pretrain.weights import localizing
@@ -170,6 +170,19 @@ def test_a_lora_file_is_read_with_its_base_and_the_tokenizer_beside_out(talker, 
     merged = load_file(f"{model}/model.safetensors")
     torch.testing.assert_close(merged[f"{stem}.weight"], weights[f"{stem}.weight"] + b @ a)
     assert load_tokenizer(model).get_vocab() == load_tokenizer(talker).get_vocab()
+    # It is merged into the model that the line names.
+    (checkout / "out/full_sft_64.pth").rename(other := checkout / "out/other_64.pth")
+    from_file = ["--weight", "None", "--load_from", str(other)]
+    for base in (["--model_name_or_path", str(other)], ["--weight", "other"], from_file):
+        found = load_file(f"{translate_minimind([*line, *base], 'chat')[-1]}/model.safetensors")
+        torch.testing.assert_close(found[f"{stem}.weight"], merged[f"{stem}.weight"])
+    other.rename(checkout / "out/full_sft_64.pth")
+    # The tokenizer in `model` is that of files of MiniMind alone.
+    (checkout / "out/model.safetensors").write_bytes(b"")
+    assert find_tokenizer(checkout / "out/model.safetensors") is None
+    monkeypatch.chdir(checkout / "out")
+    assert find_tokenizer("full_sft_64.pth").get_vocab() == load_tokenizer(talker).get_vocab()
+    monkeypatch.undo()
     # Without a LoRA, the file is read as it is.
     assert translate_minimind([*line[:4], "--weight", "full_sft"], "chat")[-1] == f"{checkout}/out/full_sft_64.pth"
     monkeypatch.setattr("sys.argv", ["chat.py", *line, "--prompt", "hello", "--max_new_tokens", "2", "--use_cpu"])

@@ -9,6 +9,7 @@ from datasets import Dataset
 from examples.agent_tools import TOOLS as MINIMIND_TOOLS
 from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.tools import calculator
+from hf_pretrain.stages.reinforcement import _parse_response
 from hf_pretrain.stages.rewards import agent_reward
 from tests.rollouts import make_model, toy_trainer
 
@@ -121,6 +122,22 @@ def test_a_turn_has_a_limit_of_its_own_beside_that_of_the_whole(tokenizer, tmp_p
     assert roll_out(max_turn_length=20, max_completion_length=400)[:2] == ([[1, 20]], 1.0)
     # With one limit for all, TRL drops the result that exceeds it.
     assert roll_out(max_completion_length=64)[0] == [[1, 28]]
+
+
+def test_a_call_without_an_end_does_not_run(tokenizer):
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    # A limit has cut off the brace and the tag.
+    cut = call.removesuffix("}\n</tool_call>")
+    for before, number in (
+        ("", 0),
+        (call + "\n", 1),
+        ("<tool_call>\nx\n</tool_call>\n", 0),
+        ("A </tool_call> first. ", 0),
+    ):
+        for text, more in ((cut, 0), (call, 1)):
+            ids = tokenizer.encode(before + text, add_special_tokens=False)
+            message = _parse_response(tokenizer.parse_response, tokenizer.decode, ids, prefix="")
+            assert len(message.get("tool_calls", [])) == number + more, before + text
 
 
 BRACKETS = "[" * 100_000
