@@ -73,7 +73,7 @@ agent: $(VENV)/.installed-peft $(VENV)/.installed-trl
 	$(BIN)/python examples/tool_tasks.py out/agent-data
 	$(BIN)/python hf_pretrain_cli.py sft --config recipes/smollm2/agent-sft.yaml $(AGENT)
 	$(BIN)/python hf_pretrain_cli.py grpo --config recipes/smollm2/agent-grpo.yaml $(AGENT)
-	$(BIN)/python hf_pretrain_cli.py evaluate out/agent-grpo --against out/agent-sft --tasks tool_call \
+	$(BIN)/python hf_pretrain_cli.py evaluate --model_name_or_path out/agent-grpo --against out/agent-sft --tasks tool_call \
 	  --tool_cases out/agent-data/held_out.json --engine llama.cpp --validation_fraction 0
 	$(BIN)/python hf_pretrain_cli.py convert --from out/agent-grpo --to out/agent-gguf --format gguf
 

@@ -38,8 +38,8 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for folder in ("", "docs/", "docs/guides/") for path in ROOT.glob(f"{folder}*.md")
 )
 PROGRAMS = "make hf-pretrain python torchrun deepspeed accelerate sbatch pip hf pre-commit".split()
-# Programs that every system has.
-SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope docker head wait ls grep".split()
+# Programs of systems and others.
+SYSTEM = "cp mkdir cd echo rm export source python3 git ollama modelscope vllm docker head wait ls grep".split()
 # The files that a guide shows in full, as ```python my_reward.py.
 SHOWN = re.compile(r"^```\w+ (\S+)$", re.MULTILINE)
 REPOSITORY = re.compile(r"(recipes|ds_configs|benchmarks|docs|tests|hf_pretrain)/[\w./-]+")
