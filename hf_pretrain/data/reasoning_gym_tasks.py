@@ -73,6 +73,9 @@ def score_answer(answer: str, place: dict[str, Any]) -> float:
     """
     Return the value, 0 to 1, that the verifier of a task gives to an answer: the text in the last pair of tags
     `<answer>` and `</answer>`, as reasoning-gym's own system prompts ask, or all of it without tags.
+
+    Raises:
+        `UserError`: if the verifier also fails on the right answer.
     """
     answer = [answer, *re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)][-1].strip()
     if place["family"] in RUNS_ANSWERS and not HARMLESS.fullmatch(answer):
@@ -80,8 +83,13 @@ def score_answer(answer: str, place: dict[str, Any]) -> float:
     family, entry = _make_entry(**place)
     try:
         return float(family.score_answer(answer, entry))
-    except Exception:
-        # Some verifiers raise for an answer that they cannot parse.
+    except Exception as error:
+        # Some verifiers raise for an answer that they cannot parse. One that refuses its own answer, too, is broken.
+        try:
+            family.score_answer(entry["answer"], entry)
+        except Exception:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"The verifier of {place['family']} fails on every answer: {reason}.") from error
         return 0.0
 
 

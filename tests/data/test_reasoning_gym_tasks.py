@@ -13,6 +13,7 @@ from hf_pretrain.data.formats import BadRecord
 from hf_pretrain.data.reasoning_gym_tasks import DATASETS, RUNS_ANSWERS, UNFIT, score_answer
 from hf_pretrain.data.reward_tasks import load_tasks
 from hf_pretrain.rows.reading import Reading
+from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.stages.rewards import reasoning_gym_reward
 from tests.toys import write_jsonl
 
@@ -108,6 +109,16 @@ def test_answers_are_not_run_as_code(tmp_path):
 def test_an_answer_that_breaks_a_verifier_is_wrong(family, answer):
     tasks, _ = load(family, num_tasks=1)
     assert score_answer(answer, tasks[0]["reasoning_gym"]) == 0.0
+
+
+def test_a_broken_verifier_is_no_wrong_answer(monkeypatch):
+    def fail(self, answer, entry):
+        raise ImportError("No module named sympy")
+
+    tasks, _ = load("gcd", num_tasks=1)
+    monkeypatch.setattr(DATASETS["gcd"][0], "score_answer", fail)
+    with pytest.raises(UserError):
+        score_answer("7", tasks[0]["reasoning_gym"])
 
 
 def test_a_run_without_these_tasks_does_not_import_the_package():
