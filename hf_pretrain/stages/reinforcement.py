@@ -42,6 +42,7 @@ from .minimind_rewards import calls_in
 from .record_template import RecordTemplate
 from .reward_history import KnownFigures, TaskLevel
 from .rewards import REWARDS, answer_of, task_check
+from .shared_prompts import share_prompts
 from .trl_trainer import TrlTrainer
 
 
@@ -342,6 +343,7 @@ class ReinforcementTrainer(TrlTrainer):
         raises = args.raise_level_at is not None
         self.task_level = TaskLevel(self.train_dataset, args.raise_level_at) if raises else None
         run.saved_states += [self.task_level] if raises else []
+        share_prompts(self.model, args)
         if not args.cast_lm_head_to_fp32:
             replace_heads(self, "entropy", temperature=self.temperature)
 

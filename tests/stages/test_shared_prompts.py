@@ -1,0 +1,83 @@
+"""Prompts that are computed once: the same tokens, hidden states and gradients, from fewer computed tokens."""
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from hf_pretrain.stages.shared_prompts import forward_sharing, generate_sharing
+from tests.toys import toy_model
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+
+
+def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = [[3] * (width - len(row)) + row for row in rows]
+    return torch.tensor(ids), torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_adapter"),
+    [({}, False), ({}, True), ({"qk_norm": True}, False), ({"num_experts": 4, "num_experts_per_tok": 2}, False)],
+    ids=["dense", "adapter", "norms", "experts"],
+)
+def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
+    model = toy_model(max_position_embeddings=128, initializer_range=0.3, **fields).eval()
+    if has_adapter:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+    vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(0)
+
+    def some(number: int) -> list[int]:
+        return torch.randint(5, vocab, (number,), generator=generator).tolist()
+
+    computed: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+    prompts, generate_shared = [some(40), some(31)], partial(generate_sharing, model, model.generate)
+    first = [prompt for prompt in prompts for _ in range(4)]
+    # In later turns, some rows of a group remain, each with an answer and a result of another length.
+    second = [prompt + some(5 + 3 * number) for number, prompt in enumerate(first) if number != 2]
+    for rows in (first, second, second[3:4], [*second, some(9)]):
+        ids, mask = padded(rows)
+        counts = []
+        for generate in (model.generate, generate_shared):
+            computed.clear()
+            counts.append((generate(input_ids=ids, attention_mask=mask, **GREEDY), sum(computed)))
+        (alone, many), (shared, few) = counts
+        assert torch.equal(alone, shared)
+        assert few < many / 1.3 if len(rows) > 1 else few == many
+
+
+@pytest.mark.parametrize("attn_implementation", ["packed", "sdpa", "eager"])
+def test_rows_that_begin_alike_have_the_hidden_states_and_gradients_of_rows_alone(attn_implementation):
+    model = toy_model(max_position_embeddings=128, attn_implementation=attn_implementation)
+    decoder, generator = model.get_decoder(), torch.Generator().manual_seed(0)
+
+    def some(number: int) -> list[int]:
+        return torch.randint(5, model.config.vocab_size, (number,), generator=generator).tolist()
+
+    # Two prompts in turn, as TRL shuffles them; equal rows, one that is the prompt alone, and one of its own.
+    prompts = [some(40), some(31)]
+    rows = [prompts[number % 2] + some(3 + 4 * number) for number in range(7)]
+    rows += [rows[2], prompts[1], some(50)]
+    width = max(map(len, rows))
+    # Padding on both sides.
+    sides = [(len(rows) - number, width + number - len(row)) for number, row in enumerate(rows)]
+    ids = torch.tensor([[3] * left + row + [3] * right for (left, right), row in zip(sides, rows, strict=True)])
+    mask = torch.tensor(
+        [[0] * left + [1] * len(row) + [0] * right for (left, right), row in zip(sides, rows, strict=True)]
+    )
+    weights = torch.randn(*ids.shape, model.config.hidden_size, generator=generator) * mask[..., None]
+    computed: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
+    results = []
+    for forward in (decoder.forward, partial(forward_sharing, decoder, decoder.forward)):
+        model.zero_grad()
+        hidden_states = forward(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        (hidden_states * weights).sum().backward()
+        results.append([hidden_states.detach() * mask[..., None], *(each.grad for each in decoder.parameters())])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    many, few = computed[0], sum(computed[1:])
+    assert few < many / 1.5
