@@ -1,12 +1,13 @@
 """
 Tasks for the tools of `examples/tools.py`, made from the tools themselves.
 
-    python examples/tool_tasks.py out/tool-tasks
+    python examples/tool_tasks.py out/tool-tasks 80
 
-writes three files: `conversations.jsonl` shows calls, for `hf-pretrain sft`. `tasks.jsonl` holds questions with what
-the answer must state, for `hf-pretrain grpo`. `held_out.json` holds questions with the calls that they need, for
-`hf-pretrain evaluate --tasks tool_call:FILE`. No question of a file occurs in another one. The conversations show two
-wordings of each kind of question, the tasks ask with six, and the held-out questions also with two further ones.
+writes three files: `conversations.jsonl` shows 80 calls, for `hf-pretrain sft`. `tasks.jsonl` holds questions with
+what the answer must state, for `hf-pretrain grpo`. `held_out.json` holds questions with the calls that they need, for
+`hf-pretrain evaluate --tasks tool_call --tool_cases FILE`. No question of a file occurs in another one. The
+conversations show two wordings of each kind of question, the tasks ask with six, and the held-out questions also with
+two further ones.
 """
 
 import datetime
@@ -92,19 +93,14 @@ def _call(kind: str, generator: random.Random) -> tuple[dict[str, Any], Any, dic
     return {"a": a, "b": b}, tools.calculate, {"expression": expression}, f"{expression} is {{}}."
 
 
-def make_questions(
-    name: str, number: int, num_wordings: int, num_others: tuple[int, ...], seen: set[str]
-) -> Iterator[dict[str, Any]]:
-    """
-    Yield different questions that are not in `seen`, and add them to it. Each offers, beside the right tool, a number
-    of others out of `num_others`.
-    """
+def make_questions(name: str, number: int, num_wordings: int, seen: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield different questions that are not in `seen`, and add them to it. Half of them offer a second tool."""
     generator = random.Random(name)
     while number:
         kind = generator.choice(list(_WORDINGS))
         words, tool, arguments, answer = _call(kind, generator)
         text = generator.choice(_WORDINGS[kind][:num_wordings]).format(**words)
-        others = generator.choice(num_others)
+        num_others = generator.randrange(2)
         if text in seen:
             continue
         seen.add(text)
@@ -112,7 +108,7 @@ def make_questions(
         result = tool(**arguments)
         # The calendar returns both.
         states = dict(zip(("weekday", "date"), result.split(", "), strict=False)).get(kind, result)
-        offered = {tool, *generator.sample([each for each in TOOLS if each is not tool], others)}
+        offered = {tool, *generator.sample([each for each in TOOLS if each is not tool], num_others)}
         yield {
             "text": text,
             "call": {"name": tool.__name__, "arguments": arguments},
@@ -149,15 +145,15 @@ def _case(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(directory: str) -> None:
+def main(directory: str, num_conversations: str = "80") -> None:
     path, seen = Path(directory), set[str]()
     path.mkdir(parents=True, exist_ok=True)
-    held_out = make_questions("held out", 120, 8, (0, 1, 3), seen)
+    held_out = make_questions("held out", 120, 8, seen)
     content = {"tools": [get_json_schema(each) for each in TOOLS], "cases": list(map(_case, held_out))}
     (path / "held_out.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    _write(path / "conversations.jsonl", map(_conversation, make_questions("conversations", 80, 2, (0, 1, 3), seen)))
-    # A batch of tasks is as long as its longest prompt, so no task offers all tools.
-    _write(path / "tasks.jsonl", map(_task, make_questions("tasks", 1000, 6, (1,), seen)))
+    shown = make_questions("conversations", int(num_conversations), 2, seen)
+    _write(path / "conversations.jsonl", map(_conversation, shown))
+    _write(path / "tasks.jsonl", map(_task, make_questions("tasks", 1000, 6, seen)))
 
 
 def _write(path: Path, records: Iterable[dict[str, Any]]) -> None:

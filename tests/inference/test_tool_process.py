@@ -127,7 +127,7 @@ def test_the_tools_of_the_example():
         assert call(functions, name, **arguments) == result
     for name, arguments, message in (
         ("calculate", {"expression": "__import__('os')"}, "Write numbers"),
-        ("convert_units", {"value": 1, "source": "kg", "target": "km"}, "no way from kg to km"),
+        ("convert_units", {"value": 1, "source": "kg", "target": "km"}, "no way from kg to km."),
         ("stock", {"item": "cars"}, "There are no cars"),
     ):
         assert message in json.loads(call(functions, name, **arguments))["error"]
