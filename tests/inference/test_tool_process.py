@@ -128,6 +128,6 @@ def test_the_tools_of_the_example():
     for name, arguments, message in (
         ("calculate", {"expression": "__import__('os')"}, "Write numbers"),
         ("convert_units", {"value": 1, "source": "kg", "target": "km"}, "no way from kg to km."),
-        ("stock", {"item": "cars"}, "There are no cars"),
+        ("stock", {"item": "cars"}, "no goods of the name cars"),
     ):
         assert message in json.loads(call(functions, name, **arguments))["error"]
