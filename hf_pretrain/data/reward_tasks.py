@@ -258,6 +258,16 @@ def load_tasks(
         if len(loaded) == num_before:
             raise UserError(f"--dataset_name {name} holds no task.{rejected.describe()}")
     rejected.check_ratio()
+    return _divide(loaded, fraction)
+
+
+def _divide(loaded: list[tuple[dict[str, Any], list[str]]], fraction: float) -> tuple[Dataset, Dataset]:
+    """
+    Divide tasks, each with the hashes that decide, into training set and validation set.
+
+    Raises:
+        `UserError`: if the training set is empty, or a column holds values of several types.
+    """
     # `dict.fromkeys` removes repeated names and keeps their order; a set would not.
     names = dict.fromkeys(name for row, _ in loaded for name in row)
     # The training set and the validation set.
