@@ -6,13 +6,18 @@ from typing import Any
 
 def right_result(completions: list[list[dict[str, Any]]], solution: list[list[str]], **columns: Any) -> list[float]:
     """
-    Return 0.5 for each rollout in which the result of a tool holds what the answer must state, 1 if the last answer
-    states it, too, and otherwise 0.
+    Return for each rollout 0.2 if a call ran without an error, 0.4 more if the result of a call holds what the answer
+    must state, and 0.4 more if the last answer states it, too.
+
+    The steps on the way count because a model that is wrong everywhere learns nothing. An answer without a call gets 0
+    even if it is right.
     """
     rewards = []
     for messages, (value,) in zip(completions, solution, strict=True):
+        results = [message["content"] for message in messages if message["role"] == "tool"]
         # Neither 12 in 120 nor 3 in 2.3 or 3.5.
         states = re.compile(rf"(?<![\w.]){re.escape(value)}(?!\w|\.\d)").search
-        found = any(states(message["content"]) for message in messages if message["role"] == "tool")
-        rewards.append(0.5 * found * (1 + bool(states(messages[-1]["content"]))))
+        found = any(map(states, results))
+        ran = any("error" not in result for result in results)
+        rewards.append(0.2 * ran + 0.4 * found + 0.4 * (found and bool(states(messages[-1]["content"]))))
     return rewards

@@ -1,13 +1,13 @@
 """
 Tasks for the tools of `examples/tools.py`, made from the tools themselves.
 
-    python examples/tool_tasks.py out/tool-tasks 80
+    python examples/tool_tasks.py out/tool-tasks 80 1
 
-writes three files: `conversations.jsonl` shows 80 calls, for `hf-pretrain sft`. `tasks.jsonl` holds questions with
-what the answer must state, for `hf-pretrain grpo`. `held_out.json` holds questions with the calls that they need, for
-`hf-pretrain evaluate --tasks tool_call --tool_cases FILE`. No question of a file occurs in another one. The
-conversations show two wordings of each kind of question, the tasks ask with six, and the held-out questions also with
-two further ones.
+writes three files: `conversations.jsonl` shows calls in 80 conversations of 1 question each, for `hf-pretrain sft`.
+`tasks.jsonl` holds questions with what the answer must state, for `hf-pretrain grpo`. `held_out.json` holds questions
+with the calls that they need, for `hf-pretrain evaluate --tasks tool_call --tool_cases FILE`. No question of a file
+occurs in another one. The conversations show two wordings of each kind of question, the tasks ask with six, and the
+held-out questions also with two further ones.
 """
 
 import datetime
@@ -119,14 +119,22 @@ def make_questions(name: str, number: int, num_wordings: int, seen: set[str]) ->
         }
 
 
-def _conversation(question: dict[str, Any]) -> dict[str, Any]:
+def _conversation(questions: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     messages = [
-        {"role": "user", "content": question["text"]},
-        {"role": "assistant", "content": "", "tool_calls": [question["call"]]},
-        {"role": "tool", "content": question["result"]},
-        {"role": "assistant", "content": question["answer"]},
+        message
+        for question in questions
+        for message in (
+            {"role": "user", "content": question["text"]},
+            {"role": "assistant", "content": "", "tool_calls": [question["call"]]},
+            {"role": "tool", "content": question["result"]},
+            {"role": "assistant", "content": question["answer"]},
+        )
     ]
-    return {"messages": messages, "tools": question["tools"]}
+    offered = [tool for question in questions for tool in question["tools"]]
+    return {
+        "messages": messages,
+        "tools": [tool for number, tool in enumerate(offered) if tool not in offered[:number]],
+    }
 
 
 def _task(question: dict[str, Any]) -> dict[str, Any]:
@@ -145,14 +153,15 @@ def _case(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(directory: str, num_conversations: str = "80") -> None:
+def main(directory: str, num_conversations: str = "80", num_rounds: str = "1") -> None:
     path, seen = Path(directory), set[str]()
     path.mkdir(parents=True, exist_ok=True)
     held_out = make_questions("held out", 120, 8, seen)
     content = {"tools": [get_json_schema(each) for each in TOOLS], "cases": list(map(_case, held_out))}
     (path / "held_out.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    shown = make_questions("conversations", int(num_conversations), 2, seen)
-    _write(path / "conversations.jsonl", map(_conversation, shown))
+    shown = make_questions("conversations", int(num_conversations) * int(num_rounds), 2, seen)
+    # The description of the tools, the longest part, stands once in a conversation of several rounds.
+    _write(path / "conversations.jsonl", map(_conversation, zip(*[shown] * int(num_rounds), strict=True)))
     _write(path / "tasks.jsonl", map(_task, make_questions("tasks", 1000, 6, seen)))
 
 

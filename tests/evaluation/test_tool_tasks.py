@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples import tools
+from examples.right_result import right_result
 from hf_pretrain.data.reward_tasks import read_task
 from hf_pretrain.evaluation.tool_call_task import evaluate_tool_calls
 from hf_pretrain.stages.minimind_rewards import agent
@@ -40,7 +41,7 @@ def test_no_question_stands_in_two_files(made):
         each["prompt"][-1]["content"] for each in tasks
     ]
     assert len(texts) == len(set(texts)) == 120 + 80 + 1000
-    # Some held-out questions offer all four tools, and some only the right one.
+    # Half of the held-out questions offer a second tool.
     assert {len(case["tools"]) for case in cases} == {1, 2}
 
 
@@ -52,6 +53,36 @@ def test_the_calls_of_a_conversation_give_its_results_and_the_answer_states_them
         # The calendar returns a weekday and a date, of which the question asks for one.
         assert any(part in each["messages"][3]["content"] for part in result.split(", "))
         assert call["name"] in [tool["function"]["name"] for tool in each["tools"]]
+
+
+def test_a_conversation_of_several_rounds_shows_the_tools_of_all_once(made, tmp_path):
+    subprocess.run([sys.executable, EXAMPLES / "tool_tasks.py", tmp_path, "20", "4"], check=True)
+    rounds = read(tmp_path / "conversations.jsonl")
+    assert len(rounds) == 20
+    # The same questions in the same order as in conversations of one round.
+    shown = [each["messages"] for each in read(made / "conversations.jsonl")]
+    assert [each["messages"] for each in rounds] == [sum(shown[at : at + 4], []) for at in range(0, 80, 4)]
+    for each in rounds:
+        names = [tool["function"]["name"] for tool in each["tools"]]
+        calls = [call["name"] for message in each["messages"] for call in message.get("tool_calls", [])]
+        assert len(names) == len(set(names)) and set(calls) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("results", "answer", "expected"),
+    [
+        ([], "It is 12.", 0.0),
+        (["{'error': 'There is no way from g to m.'}"], "It is 12.", 0.0),
+        (["120"], "It is 12.", 0.2),
+        (["112.5", "12.5"], "It is 12.", 0.2),
+        (["12"], "It is 120.", 0.6),
+        (["{'error': 'no'}", "12"], "It is 12.", 1.0),
+    ],
+)
+def test_the_reward_counts_the_steps_to_a_right_answer(results, answer, expected):
+    messages = [{"role": "tool", "content": result} for result in results]
+    rollout = [{"role": "assistant", "content": ""}, *messages, {"role": "assistant", "content": answer}]
+    assert right_result([rollout], [["12"]], tools=[None]) == [pytest.approx(expected)]
 
 
 def test_right_answers_to_the_held_out_questions_score(made, tokenizer):
