@@ -31,10 +31,15 @@ class ToolError(Exception):
 
 
 def load_functions(path: str) -> list[Callable[..., Any]]:
-    """Return the public functions that a Python file defines, in its order. One process runs all of them."""
+    """
+    Return the public functions that a Python file defines, in its order. One process runs all of them. A function of
+    `completions` is a reward, and no tool.
+    """
     module, process = _import_file(path), ToolProcess(path)
     own = [each for each in vars(module).values() if inspect.isfunction(each) and each.__module__ == module.__name__]
-    return [_in_process(each, process) for each in own if not each.__name__.startswith("_")]
+    public = [each for each in own if not each.__name__.startswith("_")]
+    tools = [each for each in public if "completions" not in inspect.signature(each).parameters]
+    return [_in_process(each, process) for each in tools]
 
 
 def _in_process(function: Callable[..., Any], process: "ToolProcess") -> Callable[..., Any]:

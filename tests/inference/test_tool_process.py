@@ -25,6 +25,10 @@ def double(value: float) -> dict:
     print("not a result")
     return {"value": neighbour.TWO * value}
 
+def reward(completions, **columns):
+    return [1.0 for _ in completions]
+
+
 def fail(text: str) -> str:
     """Fails.
 
@@ -79,7 +83,7 @@ def call(functions, name, **arguments):
     return call_tool(functions, {"function": {"name": name, "arguments": json.dumps(arguments)}})
 
 
-def test_the_functions_of_a_file_are_tools_in_one_process(tools):
+def test_the_functions_of_a_file_except_rewards_are_tools_in_one_process(tools):
     schemas, functions = tools
     names = ["double", "fail", "end", "leave", "count", "write", "process"]
     assert [each["function"]["name"] for each in schemas] == names
