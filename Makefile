@@ -70,7 +70,7 @@ teach: $(VENV)/.installed-peft
 # Two processes by default on a CPU: two threads train a model of this size hardly faster than one.
 AGENT := $(LAUNCH) $(if $(GPUS)$(shell nvidia-smi -L 2>/dev/null),,--nproc 2) $(ARGS)
 agent: $(VENV)/.installed-peft $(VENV)/.installed-trl
-	$(BIN)/python examples/tool_tasks.py out/agent-data
+	$(BIN)/python examples/tool_tasks.py out/agent-data 40
 	$(BIN)/python hf_pretrain_cli.py sft --config recipes/smollm2/agent-sft.yaml $(AGENT)
 	$(BIN)/python hf_pretrain_cli.py grpo --config recipes/smollm2/agent-grpo.yaml $(AGENT)
 	$(BIN)/python hf_pretrain_cli.py evaluate --model_name_or_path out/agent-grpo --against out/agent-sft --tasks tool_call \
