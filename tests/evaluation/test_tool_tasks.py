@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from examples import tools
 from examples.right_result import right_result
@@ -108,3 +109,9 @@ def test_the_reward_of_a_task_is_highest_for_its_call_with_its_result(made):
         assert agent(turns(name, call, f"It is {target}."), offered, [target]) == 3.0
         assert agent(turns(name, call, "It is unknown."), offered, [target]) == 0.5
         assert agent(turns(name, wrong, f"It is {target}."), offered, [target]) < 3.0
+
+
+def test_the_recipe_of_make_agent_names_tools_and_rewards_of_the_checkout():
+    values = yaml.safe_load((EXAMPLES.parent / "recipes/smollm2/agent-grpo.yaml").read_text(encoding="utf-8"))
+    assert (EXAMPLES.parent / values["tools"]).samefile(EXAMPLES / "tools.py")
+    assert values["rewards"] == f"{right_result.__module__}:{right_result.__name__}"
