@@ -262,12 +262,14 @@ def make(toys: Path, name: str, *words: str, **environment: str) -> subprocess.C
 
 
 @pytest.fixture(scope="module")
-def one_process(toys) -> list[float]:
+def one_process(toys, tmp_path_factory) -> list[float]:
     """Return the losses of the run of [`make`] in one process."""
-    words = [*toy_arguments(toys, "alone"), *RATE, "--per_device_train_batch_size", "4", "--use_cpu"]
+    # Not in `toys`, which all workers share.
+    directory = tmp_path_factory.mktemp("alone")
+    words = [*toy_arguments(toys, str(directory)), *RATE, "--per_device_train_batch_size", "4", "--use_cpu"]
     result = start([sys.executable, RECIPE, "--config", str(ROOT / "recipes/tiny/pretrain.yaml"), *words])
     assert result.returncode == 0, result.stdout[-3000:]
-    return losses(toys / "alone")
+    return losses(directory)
 
 
 def losses(output_dir: Path) -> list[float]:
