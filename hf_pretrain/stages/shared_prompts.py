@@ -26,7 +26,7 @@ def share_prompts(model: PreTrainedModel, args: Any) -> None:
     # A cache of another kind cannot be filled before.
     if not args.use_vllm and args.cache_implementation is None:
         model.generate = partial(generate_sharing, model, model.generate)
-    # NOTE: compiled layers would see more shapes, and under activation checkpointing, transformers drops caches.
+    # Compiled layers would see more shapes, and layers that compute their activations again take no cache.
     if not args.torch_compile and not args.activation_checkpointing:
         decoder = model.get_decoder()
         decoder.forward = partial(forward_sharing, decoder, decoder.forward)
@@ -117,7 +117,7 @@ class _Shared:
 def _share(
     model: Callable[..., Any], config: PreTrainedConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> _Shared | None:
-    """Compute the common beginnings of rows. Return `None` if all rows differ."""
+    """Compute the common beginnings of rows. Return `None` if all rows differ, or the model keeps no cache."""
     device = input_ids.device
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids.cpu(), attention_mask.cpu(), strict=True)]
     groups = _group(rows)
@@ -131,6 +131,9 @@ def _share(
     cache, positions = DynamicCache(config=config), (begin_mask.cumsum(-1) - 1).clamp(min=0)
     inputs = {"input_ids": begin_ids, "attention_mask": begin_mask, "position_ids": positions, CACHE_NAME: cache}
     begin = model(**inputs, use_cache=True, logits_to_keep=1)
+    # NOTE: under activation checkpointing, which a run may turn on after its start, transformers drops the cache.
+    if cache.get_seq_length() == 0:
+        return None
     group = torch.tensor([group_of[index] for index in range(len(rows))], device=device)
     cache.batch_select_indices(group)
     ids = torch.cat([begin_ids[group], _padded(rests, device)], 1)

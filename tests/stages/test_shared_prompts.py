@@ -50,9 +50,13 @@ def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
         assert few < many / 1.3 if len(rows) > 1 else few == many
 
 
-@pytest.mark.parametrize("attn_implementation", ["packed", "sdpa", "eager"])
-def test_rows_that_begin_alike_have_the_hidden_states_and_gradients_of_rows_alone(attn_implementation):
-    model = toy_model(max_position_embeddings=128, attn_implementation=attn_implementation)
+@pytest.mark.parametrize(
+    ("attn_implementation", "checkpoints"), [("packed", False), ("sdpa", False), ("eager", False), ("packed", True)]
+)
+def test_rows_that_begin_alike_have_the_hidden_states_and_gradients_of_rows_alone(attn_implementation, checkpoints):
+    model = toy_model(max_position_embeddings=128, attn_implementation=attn_implementation).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
     decoder, generator = model.get_decoder(), torch.Generator().manual_seed(0)
 
     def some(number: int) -> list[int]:
@@ -80,4 +84,5 @@ def test_rows_that_begin_alike_have_the_hidden_states_and_gradients_of_rows_alon
         results.append([hidden_states.detach() * mask[..., None], *(each.grad for each in decoder.parameters())])
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
     many, few = computed[0], sum(computed[1:])
-    assert few < many / 1.5
+    # Layers that compute their activations again keep no cache, so each row is computed by itself.
+    assert few < many / 1.5 or checkpoints
