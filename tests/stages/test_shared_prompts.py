@@ -6,7 +6,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from hf_pretrain.stages import reinforcement
 from hf_pretrain.stages.shared_prompts import forward_sharing, generate_sharing
+from tests.rollouts import make_model, toy_trainer
 from tests.toys import toy_model
 
 
@@ -86,3 +88,29 @@ def test_rows_that_begin_alike_have_the_hidden_states_and_gradients_of_rows_alon
     many, few = computed[0], sum(computed[1:])
     # Layers that compute their activations again keep no cache, so each row is computed by itself.
     assert few < many / 1.5 or checkpoints
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_run_computes_fewer_tokens_and_learns_the_same(tokenizer, tmp_path, monkeypatch, has_adapter):
+    results = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(reinforcement, "share_prompts", lambda *args: None)
+        torch.manual_seed(0)
+        model = make_model(initializer_range=0.1)
+        if has_adapter:
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+        trainer = toy_trainer(tokenizer, tmp_path / str(shares), model=model, per_device_train_batch_size=8, beta=0.1)
+        computed = {True: 0, False: 0}
+
+        def count(module, args, computed=computed):
+            computed[torch.is_grad_enabled()] += args[0].numel()
+
+        model.get_input_embeddings().register_forward_pre_hook(count)
+        trainer.train()
+        results.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], computed))
+    (losses, few), (plain_losses, many) = results
+    assert losses == pytest.approx(plain_losses, abs=1e-4)
+    # Rollouts without gradients, trainings with them.
+    assert few[False] < many[False] / 1.5
+    assert few[True] < many[True] / 1.5
