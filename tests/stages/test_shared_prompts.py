@@ -99,7 +99,7 @@ def test_a_run_computes_fewer_tokens_and_learns_the_same(tokenizer, tmp_path, mo
         torch.manual_seed(0)
         model = make_model(initializer_range=0.1)
         if has_adapter:
-            model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
         trainer = toy_trainer(tokenizer, tmp_path / str(shares), model=model, per_device_train_batch_size=8, beta=0.1)
         computed = {True: 0, False: 0}
 
