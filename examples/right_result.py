@@ -15,9 +15,11 @@ def right_result(completions: list[list[dict[str, Any]]], solution: list[list[st
     rewards = []
     for messages, (value,) in zip(completions, solution, strict=True):
         results = [message["content"] for message in messages if message["role"] == "tool"]
-        # Neither 12 in 120 nor 3 in 2.3 or 3.5.
-        states = re.compile(rf"(?<![\w.]){re.escape(value)}(?!\w|\.\d)").search
+        # Neither 12 in -12, 120 or 12,000 nor 3 in 2.3 or 3.5.
+        states = re.compile(rf"(?<![\w.,-]){re.escape(value)}(?!\w|[.,-]\d)").search
         found = any(map(states, results))
         ran = any("error" not in result for result in results)
-        rewards.append(0.2 * ran + 0.4 * found + 0.4 * (found and bool(states(messages[-1]["content"]))))
+        last = messages[-1]
+        stated = found and last["role"] == "assistant" and bool(states(last["content"]))
+        rewards.append(0.2 * ran + 0.4 * found + 0.4 * stated)
     return rewards

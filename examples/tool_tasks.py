@@ -1,13 +1,12 @@
 """
 Tasks for the tools of `examples/tools.py`, made from the tools themselves.
 
-    python examples/tool_tasks.py out/tool-tasks 80 1
+    python examples/tool_tasks.py out/tool-tasks 80 1 2
 
-writes three files: `conversations.jsonl` shows calls in 80 conversations of 1 question each, for `hf-pretrain sft`.
-`tasks.jsonl` holds questions with what the answer must state, for `hf-pretrain grpo`. `held_out.json` holds questions
-with the calls that they need, for `hf-pretrain evaluate --tasks tool_call --tool_cases FILE`. No question of a file
-occurs in another one. The conversations show two wordings of each kind of question, the tasks ask with six, and the
-held-out questions also with two further ones.
+writes three files: `conversations.jsonl` shows calls in 80 conversations of 1 question each, with 2 wordings of each
+kind of question, for `hf-pretrain sft`. `tasks.jsonl` holds questions in six wordings with what the answer must state,
+for `hf-pretrain grpo`. `held_out.json` holds questions in eight wordings with the calls that they need, for
+`hf-pretrain evaluate --tasks tool_call --tool_cases FILE`. No question of a file occurs in another one.
 """
 
 import datetime
@@ -25,7 +24,7 @@ from transformers.utils import get_json_schema
 TOOLS = (tools.calculate, tools.convert_units, tools.calendar, tools.stock)
 _SIGNS = {"product": "*", "sum": "+", "difference": "-"}
 _PLURALS = {"inch": "inches", "foot": "feet"}
-# Wordings of each kind: two for all files, four that the conversations do not show, two for held-out questions only.
+# Wordings of each kind. The last two are for held-out questions only.
 _WORDINGS = {
     "product": (
         "What is {a} times {b}?", "Calculate {a} * {b}.",
@@ -153,13 +152,13 @@ def _case(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(directory: str, num_conversations: str = "80", num_rounds: str = "1") -> None:
+def main(directory: str, num_conversations: str = "80", num_rounds: str = "1", num_wordings: str = "2") -> None:
     path, seen = Path(directory), set[str]()
     path.mkdir(parents=True, exist_ok=True)
     held_out = make_questions("held out", 120, 8, seen)
     content = {"tools": [get_json_schema(each) for each in TOOLS], "cases": list(map(_case, held_out))}
     (path / "held_out.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    shown = make_questions("conversations", int(num_conversations) * int(num_rounds), 2, seen)
+    shown = make_questions("conversations", int(num_conversations) * int(num_rounds), int(num_wordings), seen)
     # The description of the tools, the longest part, stands once in a conversation of several rounds.
     _write(path / "conversations.jsonl", map(_conversation, zip(*[shown] * int(num_rounds), strict=True)))
     _write(path / "tasks.jsonl", map(_task, make_questions("tasks", 1000, 6, seen)))

@@ -7,6 +7,7 @@ answer must state. A question counts if the model makes exactly the expected cal
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,14 @@ def _ask(chat: Chat, case: dict[str, Any]) -> tuple[str, bool, str]:
         # Such a call reaches no function.
         wrong.append("calls a tool that was not offered, or without a JSON object of arguments")
     missing = [f"does not call {call['name']}" for call in expected]
-    unsaid = [f"does not state {text}" for text in case["states"] if text.casefold() not in answer.casefold()]
+    unsaid = [f"does not state {text}" for text in case["states"] if not _holds(answer, text)]
     return next(iter([*wrong, *missing, *unsaid]), ""), not (wrong or missing), answer
+
+
+def _holds(answer: str, text: str) -> bool:
+    """Return whether an answer holds a text, whatever its case. 120 does not hold 12."""
+    whole = rf"((?<!\d)|(?=\D)){re.escape(text)}((?!\d)|(?<=\D))"
+    return re.search(whole, answer, re.IGNORECASE) is not None
 
 
 def _fits(arguments: dict[str, Any], expected: dict[str, list[Any]]) -> bool:

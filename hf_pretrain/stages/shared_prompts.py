@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from ..loading.adapters import base_model_of
 from ..model.decoder_layer import CACHE_NAME
 
 
@@ -23,11 +24,11 @@ def share_prompts(model: PreTrainedModel, args: Any) -> None:
     # With sharded weights, all ranks would have to share, or none.
     if args.shards_weights:
         return
-    # A cache of another kind cannot be filled before.
-    if not args.use_vllm and args.cache_implementation is None:
+    # A cache of another kind cannot be filled before, and beams would multiply the rows.
+    if not args.use_vllm and args.cache_implementation is None and not args.generation_kwargs:
         model.generate = partial(generate_sharing, model, model.generate)
-    # Compiled layers would see more shapes, and layers that compute their activations again take no cache.
-    if not args.torch_compile and not args.activation_checkpointing:
+    # Each layer of a cache would compile a separate graph.
+    if not args.compiles_layers:
         decoder = model.get_decoder()
         decoder.forward = partial(forward_sharing, decoder, decoder.forward)
 
@@ -36,54 +37,64 @@ def share_prompts(model: PreTrainedModel, args: Any) -> None:
 def generate_sharing(
     model: PreTrainedModel,
     generate: Callable[..., torch.Tensor],
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
+    *args: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """
-    Continue rows as `generate` does with the same arguments, up to rounding.
+    Continue rows as `generate` does with the same arguments, up to rounding. A call with other arguments is passed on.
 
     Args:
         model ([`PreTrainedModel`]): the model.
         generate (`Callable`): its method `generate`.
         input_ids, attention_mask (`torch.LongTensor` of shape `(batch_size, seq_len)`): the rows, padded on the left.
-        options: other arguments of `generate`.
+        args, options: other arguments of `generate`.
 
     Returns:
         `torch.LongTensor` of shape `(batch_size, seq_len + num_new_tokens)`.
     """
-    shared = _share(model, model.config, input_ids, attention_mask)
+    shared = None
+    if not args and input_ids is not None and attention_mask is not None and CACHE_NAME not in options:
+        # As in `generate`, no layer is compiled, and an adapter computes without the autocast around its wrapper.
+        with torch.compiler.set_stance("force_eager"):
+            shared = _share(base_model_of(model), model.config, input_ids, attention_mask)
     if shared is None:
-        return generate(input_ids=input_ids, attention_mask=attention_mask, **options)
-    inputs = {"input_ids": shared.ids, "attention_mask": shared.mask, CACHE_NAME: shared.cache}
-    output = generate(**inputs, **options)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return generate(*args, **{name: value for name, value in inputs.items() if value is not None}, **options)
+    # The model's own default may be no cache.
+    inputs = {"input_ids": shared.ids, "attention_mask": shared.mask, CACHE_NAME: shared.cache, "use_cache": True}
+    output = generate(**options | inputs)
     return torch.cat([input_ids, output[:, shared.ids.shape[1] :]], 1)
 
 
 def forward_sharing(
     decoder: PreTrainedModel,
     forward: Callable[..., Any],
+    *args: Any,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
     """
-    Compute hidden states as a decoder does, up to rounding; their gradients are those of the rows alone. Those of
-    padding are zeros. A call with other arguments, such as a cache, is passed on.
+    Compute hidden states as a decoder does, up to rounding, but zeros at padding. Without dropout, their gradients are
+    those of the rows alone. A call with other arguments, such as a cache, is passed on.
 
     Args:
         decoder ([`PreTrainedModel`]): the decoder.
         forward (`Callable`): its method `forward`.
         input_ids, attention_mask (`torch.LongTensor` of shape `(batch_size, seq_len)`): the rows.
-        options: other arguments of `forward`.
+        args, options: other arguments of `forward`.
     """
     shared = None
     # peft passes on what its caller leaves out.
     given = {name: value for name, value in options.items() if value is not None}
-    if given == {"use_cache": False} and input_ids is not None and attention_mask is not None:
+    is_plain = not args and given == {"use_cache": False} and input_ids is not None and attention_mask is not None
+    # Layers that compute their activations again take no cache.
+    if is_plain and not (decoder.gradient_checkpointing and decoder.training and torch.is_grad_enabled()):
         shared = _share(forward, decoder.config, input_ids, attention_mask)
     if shared is None:
-        return forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+        return forward(*args, input_ids=input_ids, attention_mask=attention_mask, **options)
     num_begun = shared.begin.last_hidden_state.shape[1]
     positions = (shared.mask.cumsum(-1) - 1).clamp(min=0)
     rest = {"input_ids": shared.ids[:, num_begun:], "position_ids": positions[:, num_begun:]}
@@ -117,11 +128,10 @@ class _Shared:
 def _share(
     model: Callable[..., Any], config: PreTrainedConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> _Shared | None:
-    """Compute the common beginnings of rows. Return `None` if all rows differ, or the model keeps no cache."""
+    """Compute the common beginnings of rows. Return `None` if all rows differ, or a row has fewer than two tokens."""
     device = input_ids.device
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids.cpu(), attention_mask.cpu(), strict=True)]
     groups = _group(rows)
-    # A row of one token has nothing to share.
     if len(groups) == len(rows) or min(map(len, rows)) < 2:
         return None
     begins = [rows[members[0]][:start] for start, members in groups]
@@ -131,9 +141,6 @@ def _share(
     cache, positions = DynamicCache(config=config), (begin_mask.cumsum(-1) - 1).clamp(min=0)
     inputs = {"input_ids": begin_ids, "attention_mask": begin_mask, "position_ids": positions, CACHE_NAME: cache}
     begin = model(**inputs, use_cache=True, logits_to_keep=1)
-    # NOTE: under activation checkpointing, which a run may turn on after its start, transformers drops the cache.
-    if cache.get_seq_length() == 0:
-        return None
     group = torch.tensor([group_of[index] for index in range(len(rows))], device=device)
     cache.batch_select_indices(group)
     ids = torch.cat([begin_ids[group], _padded(rests, device)], 1)
@@ -143,15 +150,16 @@ def _share(
 
 def _group(rows: list[list[int]]) -> list[tuple[int, list[int]]]:
     """
-    Group rows that share half of their tokens with the beginning of their group. Return the length of the beginning
-    that all rows of a group have in common, at least one token less than each row, and the indices of the rows.
+    Group rows: a row joins a group if what it shares with the group's beginning is at least half of both. Return the
+    length of the beginning that all rows of a group have in common, at least one token less than each row, and the
+    indices of the rows.
     """
     groups: list[tuple[int, list[int]]] = []
     for index, row in enumerate(rows):
         for group, (start, members) in enumerate(groups):
             pairs = enumerate(zip(row[:-1], rows[members[0]][:start], strict=False))
             common = next((place for place, (one, other) in pairs if one != other), min(len(row) - 1, start))
-            if 2 * common >= len(row):
+            if 2 * common >= max(len(row), start):
                 groups[group] = common, [*members, index]
                 break
         else:

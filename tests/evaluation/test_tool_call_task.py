@@ -82,6 +82,7 @@ def test_right_calls_and_answers_score(tokenizer):
     [
         (["14628"], "does not call calculate_math"),
         ([*right_answers(CASES[0])[:1], "a lot"], "does not state 14628"),
+        ([*right_answers(CASES[0])[:1], "146280"], "does not state 14628"),
         (change(right_answers(CASES[0]), arguments={"expression": "318+46"}), 'calls calculate_math {"expression":'),
         (change(right_answers(CASES[0]), name="get_exchange_rate"), "calls a tool that was not offered"),
         (change(right_answers(CASES[0]), arguments="318*46"), "calls a tool that was not offered, or without a JSON"),

@@ -76,7 +76,9 @@ def test_a_conversation_of_several_rounds_shows_the_tools_of_all_once(made, tmp_
         (["{'error': 'There is no way from g to m.'}"], "It is 12.", 0.0),
         (["120"], "It is 12.", 0.2),
         (["112.5", "12.5"], "It is 12.", 0.2),
+        (["-12", "2026-03-12", "12,000"], "It is 12.", 0.2),
         (["12"], "It is 120.", 0.6),
+        (["12"], "It is -12.", 0.6),
         (["{'error': 'no'}", "12"], "It is 12.", 1.0),
     ],
 )
@@ -84,6 +86,8 @@ def test_the_reward_counts_the_steps_to_a_right_answer(results, answer, expected
     messages = [{"role": "tool", "content": result} for result in results]
     rollout = [{"role": "assistant", "content": ""}, *messages, {"role": "assistant", "content": answer}]
     assert right_result([rollout], [["12"]], tools=[None]) == [pytest.approx(expected)]
+    # Without an answer of the model, the tool alone states the result.
+    assert right_result([rollout[:-1]], [["12"]], tools=[None]) == [pytest.approx(min(expected, 0.6))]
 
 
 def test_right_answers_to_the_held_out_questions_score(made, tokenizer):

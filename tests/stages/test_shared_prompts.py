@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.utils import counters
 
 from hf_pretrain.stages import reinforcement
 from hf_pretrain.stages.shared_prompts import forward_sharing, generate_sharing
@@ -28,8 +30,11 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
     model = toy_model(max_position_embeddings=128, initializer_range=0.3, **fields).eval()
+    model.generation_config.use_cache = not has_adapter
     if has_adapter:
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
+        # A run in bf16 wraps the whole in autocast, which the model's `generate` then does not use.
+        model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(0)
 
     def some(number: int) -> list[int]:
@@ -39,9 +44,12 @@ def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: computed.append(args[0].numel()))
     prompts, generate_shared = [some(40), some(31)], partial(generate_sharing, model, model.generate)
     first = [prompt for prompt in prompts for _ in range(4)]
+    # A call without names is passed on.
+    assert torch.equal(generate_shared(padded(first)[0], **GREEDY), model.generate(padded(first)[0], **GREEDY))
     # In later turns, some rows of a group remain, each with an answer and a result of another length.
     second = [prompt + some(5 + 3 * number) for number, prompt in enumerate(first) if number != 2]
-    for rows in (first, second, second[3:4], [*second, some(9)]):
+    short, numbers = first[0][:18] + some(9), []
+    for rows in (first, second, second[3:4], [*second, some(9)], [*first, short], [short, *first], [*first, some(1)]):
         ids, mask = padded(rows)
         counts = []
         for generate in (model.generate, generate_shared):
@@ -49,7 +57,10 @@ def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
             counts.append((generate(input_ids=ids, attention_mask=mask, **GREEDY), sum(computed)))
         (alone, many), (shared, few) = counts
         assert torch.equal(alone, shared)
-        assert few < many / 1.3 if len(rows) > 1 else few == many
+        assert few < many / 1.3 if len(rows) > 1 and min(map(len, rows)) > 1 else few == many
+        numbers.append(few)
+    # A short row leaves the beginning of the others long, wherever it stands.
+    assert numbers[4] == numbers[5]
 
 
 @pytest.mark.parametrize(
@@ -108,9 +119,36 @@ def test_a_run_computes_fewer_tokens_and_learns_the_same(tokenizer, tmp_path, mo
 
         model.get_input_embeddings().register_forward_pre_hook(count)
         trainer.train()
-        results.append(([row["loss"] for row in trainer.state.log_history if "loss" in row], computed))
-    (losses, few), (plain_losses, many) = results
-    assert losses == pytest.approx(plain_losses, abs=1e-4)
+        results.append(([row["grad_norm"] for row in trainer.state.log_history if "loss" in row], computed))
+    (norms, few), (plain_norms, many) = results
+    assert norms == pytest.approx(plain_norms, rel=1e-3) and min(norms) > 1e-2
     # Rollouts without gradients, trainings with them.
     assert few[False] < many[False] / 1.5
     assert few[True] < many[True] / 1.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "rollouts", "training"),
+    [
+        ({}, True, True),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, True, False),
+        ({"generation_kwargs": {"num_beams": 2}}, False, True),
+        ({"cache_implementation": "static"}, False, True),
+    ],
+)
+def test_a_run_shares_where_its_flags_allow(tokenizer, tmp_path, flags, rollouts, training):
+    model = toy_trainer(tokenizer, tmp_path, **flags).model
+    assert ("generate" in vars(model), "forward" in vars(model.get_decoder())) == (rollouts, training)
+
+
+def test_shared_rollouts_compile_no_layer_again(tokenizer, tmp_path, monkeypatch):
+    numbers = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(reinforcement, "share_prompts", lambda *args: None)
+        torch.compiler.reset()
+        counters.clear()
+        flags = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
+        toy_trainer(tokenizer, tmp_path, model=make_model(num_hidden_layers=3), **flags).train()
+        numbers.append(counters["frames"]["total"])
+    assert numbers[0] == numbers[1] > 0
