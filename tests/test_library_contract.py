@@ -131,7 +131,7 @@ def overridden_names() -> dict[str, str]:
 def replaced_names() -> dict[str, str]:
     """
     Return the public names of libraries to which the package assigns, each with a place: what it puts into a module or
-    class that it imports, in the place of a method of such a class, and where it assigns a lambda.
+    class that it imports, in the place of a method of such a class, and where it assigns a lambda or a partial function.
     """
     found = {}
     for module in modules():
@@ -145,14 +145,15 @@ def replaced_names() -> dict[str, str]:
                 owner = ast.unparse(target.value)
                 is_within = owner.partition(".")[0] in imported and not isinstance(node.value, ast.Constant)
                 is_method = target.attr in methods and owner != "self"
-                if is_within or is_method or isinstance(node.value, ast.Lambda):
+                is_function = isinstance(node.value, ast.Lambda) or ast.unparse(node.value).startswith("partial(")
+                if is_within or is_method or is_function:
                     found[target.attr] = f"{module.__name__}:{node.lineno}"
     return found
 
 
 def test_every_public_name_of_a_library_that_is_replaced_stands_in_the_table():
     cells = (line.split("|")[1] for line in REPLACED.partition("\n## ")[0].splitlines() if line.startswith("| "))
-    listed = {names[-1] for cell in cells if (names := re.findall(r"`(?:\w+\.)*(\w+)`", cell))}
+    listed = {name for cell in cells for name in re.findall(r"`(?:\w+\.)*(\w+)`", cell)}
     found = replaced_names()
     assert {name: place for name, place in found.items() if name not in listed} == {}
     assert listed - found.keys() == set(), "The table lists names that nothing replaces."

@@ -285,7 +285,7 @@ def _prepare_reference(trainer: Any, reference: PreTrainedModel) -> torch.nn.Mod
     args = trainer.args
     if args.disable_dropout:
         disable_dropout_in_model(reference)
-    # As for the policy: both models must compute log-probabilities alike.
+    # As for the policy: both models compute log-probabilities alike.
     share_prompts(reference, args)
     add_fused_lm_head(reference, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
     if trainer.is_deepspeed_enabled:
