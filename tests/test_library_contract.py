@@ -131,7 +131,7 @@ def overridden_names() -> dict[str, str]:
 def replaced_names() -> dict[str, str]:
     """
     Return the public names of libraries to which the package assigns, each with a place: what it puts into a module or
-    class that it imports, in the place of a method of such a class, and where it assigns a lambda or a partial function.
+    class that it imports, in the place of a method of such a class, and what it assigns as a lambda or a partial.
     """
     found = {}
     for module in modules():
