@@ -67,14 +67,16 @@ chat-from-scratch: $(VENV)/.installed
 teach: $(VENV)/.installed-peft
 	$(BIN)/python hf_pretrain_cli.py sft --preset smollm2 $(ARGS)
 
-# Two processes by default on a CPU: two threads train a model of this size hardly faster than one.
-AGENT := $(LAUNCH) $(if $(GPUS)$(shell nvidia-smi -L 2>/dev/null),,--nproc 2) $(ARGS)
+# SmolLM2, or PRESET=minimind3: a small model of that shape from random weights, which needs more examples.
+# Two processes by default on a CPU: two threads train models of this size hardly faster than one.
+AGENT := $(patsubst auto,smollm2,$(PRESET))
+AGENT_FLAGS := $(subst --preset $(PRESET),,$(LAUNCH)) $(if $(GPUS)$(shell nvidia-smi -L 2>/dev/null),,--nproc 2) $(ARGS)
 agent: $(VENV)/.installed-peft $(VENV)/.installed-trl
-	$(BIN)/python examples/tool_tasks.py out/agent-data 40
-	$(BIN)/python hf_pretrain_cli.py sft --config recipes/smollm2/agent-sft.yaml $(AGENT)
-	$(BIN)/python hf_pretrain_cli.py grpo --config recipes/smollm2/agent-grpo.yaml $(AGENT)
+	$(BIN)/python examples/tool_tasks.py out/agent-data $(if $(filter smollm2,$(AGENT)),40,2000 4 4)
+	for stage in $(if $(filter smollm2,$(AGENT)),,pretrain) sft grpo; do \
+	  $(BIN)/python hf_pretrain_cli.py $$stage --config recipes/$(AGENT)/agent-$$stage.yaml $(AGENT_FLAGS) || exit; done
 	$(BIN)/python hf_pretrain_cli.py evaluate --model_name_or_path out/agent-grpo --against out/agent-sft --tasks tool_call \
-	  --tool_cases out/agent-data/held_out.json --engine llama.cpp --validation_fraction 0
+	  --tool_cases out/agent-data/held_out.json --max_new_tokens 96 --engine llama.cpp --validation_fraction 0
 	$(BIN)/python hf_pretrain_cli.py convert --from out/agent-grpo --to out/agent-gguf --format gguf
 
 chat serve board evaluate tokenizer: $(VENV)/.installed

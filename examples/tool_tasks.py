@@ -22,6 +22,8 @@ from transformers.utils import get_json_schema
 
 
 TOOLS = (tools.calculate, tools.convert_units, tools.calendar, tools.stock)
+# Each question offers all four, as `chat --tools examples/tools.py` does.
+DESCRIPTIONS = [get_json_schema(each) for each in TOOLS]
 _SIGNS = {"product": "*", "sum": "+", "difference": "-"}
 _PLURALS = {"inch": "inches", "foot": "feet"}
 # Wordings of each kind. The last two are for held-out questions only.
@@ -93,13 +95,12 @@ def _call(kind: str, generator: random.Random) -> tuple[dict[str, Any], Any, dic
 
 
 def make_questions(name: str, number: int, num_wordings: int, seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield different questions that are not in `seen`, and add them to it. Half of them offer a second tool."""
+    """Yield different questions that are not in `seen`, and add them to it."""
     generator = random.Random(name)
     while number:
         kind = generator.choice(list(_WORDINGS))
         words, tool, arguments, answer = _call(kind, generator)
         text = generator.choice(_WORDINGS[kind][:num_wordings]).format(**words)
-        num_others = generator.randrange(2)
         if text in seen:
             continue
         seen.add(text)
@@ -107,14 +108,12 @@ def make_questions(name: str, number: int, num_wordings: int, seen: set[str]) ->
         result = tool(**arguments)
         # The calendar returns both.
         states = dict(zip(("weekday", "date"), result.split(", "), strict=False)).get(kind, result)
-        offered = {tool, *generator.sample([each for each in TOOLS if each is not tool], num_others)}
         yield {
             "text": text,
             "call": {"name": tool.__name__, "arguments": arguments},
             "result": result,
             "states": states,
             "answer": answer.format(states),
-            "tools": [get_json_schema(each) for each in TOOLS if each in offered],
         }
 
 
@@ -129,15 +128,11 @@ def _conversation(questions: tuple[dict[str, Any], ...]) -> dict[str, Any]:
             {"role": "assistant", "content": question["answer"]},
         )
     ]
-    offered = [tool for question in questions for tool in question["tools"]]
-    return {
-        "messages": messages,
-        "tools": [tool for number, tool in enumerate(offered) if tool not in offered[:number]],
-    }
+    return {"messages": messages, "tools": DESCRIPTIONS}
 
 
 def _task(question: dict[str, Any]) -> dict[str, Any]:
-    system = {"role": "system", "content": "", "tools": question["tools"]}
+    system = {"role": "system", "content": "", "tools": DESCRIPTIONS}
     return {"prompt": [system, {"role": "user", "content": question["text"]}], "solution": [question["states"]]}
 
 
@@ -146,7 +141,7 @@ def _case(question: dict[str, Any]) -> dict[str, Any]:
     expected = {"name": call["name"], "arguments": {name: [value] for name, value in call["arguments"].items()}}
     return {
         "question": question["text"],
-        "tools": [each["function"]["name"] for each in question["tools"]],
+        "tools": [each.__name__ for each in TOOLS],
         "calls": [expected | {"result": question["result"]}],
         "states": [question["states"]],
     }
@@ -156,7 +151,7 @@ def main(directory: str, num_conversations: str = "80", num_rounds: str = "1", n
     path, seen = Path(directory), set[str]()
     path.mkdir(parents=True, exist_ok=True)
     held_out = make_questions("held out", 120, 8, seen)
-    content = {"tools": [get_json_schema(each) for each in TOOLS], "cases": list(map(_case, held_out))}
+    content = {"tools": DESCRIPTIONS, "cases": list(map(_case, held_out))}
     (path / "held_out.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     shown = make_questions("conversations", int(num_conversations) * int(num_rounds), int(num_wordings), seen)
     # The description of the tools, the longest part, stands once in a conversation of several rounds.
