@@ -72,7 +72,7 @@ teach: $(VENV)/.installed-peft
 AGENT := $(patsubst auto,smollm2,$(PRESET))
 AGENT_FLAGS := $(subst --preset $(PRESET),,$(LAUNCH)) $(if $(GPUS)$(shell nvidia-smi -L 2>/dev/null),,--nproc 2) $(ARGS)
 agent: $(VENV)/.installed-peft $(VENV)/.installed-trl
-	$(BIN)/python examples/tool_tasks.py out/agent-data $(if $(filter smollm2,$(AGENT)),40,2000 4 4)
+	$(BIN)/python examples/tool_tasks.py out/agent-data $(if $(filter smollm2,$(AGENT)),30 2,2000 4 4)
 	for stage in $(if $(filter smollm2,$(AGENT)),,pretrain) sft grpo; do \
 	  $(BIN)/python hf_pretrain_cli.py $$stage --config recipes/$(AGENT)/agent-$$stage.yaml $(AGENT_FLAGS) || exit; done
 	$(BIN)/python hf_pretrain_cli.py evaluate --model_name_or_path out/agent-grpo --against out/agent-sft --tasks tool_call \
