@@ -24,8 +24,9 @@ def share_prompts(model: PreTrainedModel, args: Any) -> None:
     # With sharded weights, all ranks would have to share, or none.
     if args.shards_weights:
         return
-    # A cache of another kind cannot be filled before, and beams would multiply the rows.
-    if not args.use_vllm and args.cache_implementation is None and not args.generation_kwargs:
+    # A cache of another kind, or none, cannot be filled before, and beams would multiply the rows.
+    has_cache = args.cache_implementation is None and model.generation_config.use_cache is not False
+    if has_cache and not args.use_vllm and not args.generation_kwargs:
         model.generate = partial(generate_sharing, model, model.generate)
     # Each layer of a cache would compile a separate graph.
     if not args.compiles_layers:
@@ -62,9 +63,7 @@ def generate_sharing(
     if shared is None:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         return generate(*args, **{name: value for name, value in inputs.items() if value is not None}, **options)
-    # The model's own default may be no cache.
-    inputs = {"input_ids": shared.ids, "attention_mask": shared.mask, CACHE_NAME: shared.cache, "use_cache": True}
-    output = generate(**options | inputs)
+    output = generate(input_ids=shared.ids, attention_mask=shared.mask, **{CACHE_NAME: shared.cache}, **options)
     return torch.cat([input_ids, output[:, shared.ids.shape[1] :]], 1)
 
 

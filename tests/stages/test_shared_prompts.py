@@ -30,7 +30,6 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
     model = toy_model(max_position_embeddings=128, initializer_range=0.3, **fields).eval()
-    model.generation_config.use_cache = not has_adapter
     if has_adapter:
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
         # A run in bf16 wraps the whole in autocast, which the model's `generate` then does not use.
@@ -139,6 +138,12 @@ def test_a_run_computes_fewer_tokens_and_learns_the_same(tokenizer, tmp_path, mo
 def test_a_run_shares_where_its_flags_allow(tokenizer, tmp_path, flags, rollouts, training):
     model = toy_trainer(tokenizer, tmp_path, **flags).model
     assert ("generate" in vars(model), "forward" in vars(model.get_decoder())) == (rollouts, training)
+
+
+def test_a_model_that_generates_without_a_cache_shares_no_rollouts(tokenizer, tmp_path):
+    model = make_model()
+    model.generation_config.use_cache = False
+    assert "generate" not in vars(toy_trainer(tokenizer, tmp_path, model=model).model)
 
 
 def test_shared_rollouts_compile_no_layer_again(tokenizer, tmp_path, monkeypatch):
