@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
@@ -32,8 +31,8 @@ def test_each_turn_of_a_group_equals_its_rows_alone(fields, has_adapter):
     model = toy_model(max_position_embeddings=128, initializer_range=0.3, **fields).eval()
     if has_adapter:
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
-        # A run in bf16 wraps the whole in autocast, which the model's `generate` then does not use.
-        model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+        # As accelerate does in a run in bf16. `generate` calls the model below, without autocast.
+        model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(0)
 
     def some(number: int) -> list[int]:
