@@ -150,7 +150,7 @@ def _case(question: dict[str, Any]) -> dict[str, Any]:
 def main(directory: str, num_conversations: str = "80", num_rounds: str = "1", num_wordings: str = "2") -> None:
     path, seen = Path(directory), set[str]()
     path.mkdir(parents=True, exist_ok=True)
-    held_out = make_questions("held out", 120, 8, seen)
+    held_out = make_questions("held out", 240, 8, seen)
     content = {"tools": DESCRIPTIONS, "cases": list(map(_case, held_out))}
     (path / "held_out.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     shown = make_questions("conversations", int(num_conversations) * int(num_rounds), int(num_wordings), seen)

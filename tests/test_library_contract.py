@@ -200,8 +200,9 @@ def undocumented_attributes() -> set[str]:
     of_deepspeed -= {name for cls in classes for name in dir(cls)}
     trainers = ("dpo", "grpo", "rloo", "reward")
     of_trl = set().union(*(stored_names(trl / f"trainer/{name}_trainer.py", "self") for name in trainers))
-    # Flags are documented.
-    of_trl -= {field for config in (DPOConfig, GRPOConfig) for field in dir(config)} | {"tools", "chat_template"}
+    # Flags are documented, and so is the attribute of a model.
+    of_trl -= {field for config in (DPOConfig, GRPOConfig) for field in dir(config)}
+    of_trl -= {"tools", "chat_template", "generation_config"}
     of_trl -= stored_names(Path(inspect.getfile(Trainer)), "self")
     found = set()
     for path, tree in trees().items():

@@ -42,7 +42,7 @@ def test_no_question_stands_in_two_files(made):
     texts += [each["messages"][0]["content"] for each in conversations] + [
         each["prompt"][-1]["content"] for each in tasks
     ]
-    assert len(texts) == len(set(texts)) == 120 + 80 + 1000
+    assert len(texts) == len(set(texts)) == 240 + 80 + 1000
     # As in a chat with the file of tools.
     names = [function.__name__ for function in load_functions(str(EXAMPLES / "tools.py"))]
     assert all(case["tools"] == names for case in cases)
@@ -95,7 +95,7 @@ def test_right_answers_to_the_held_out_questions_score(made, tokenizer):
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
     model = ScriptedModel(tokenizer, sum(map(right_answers, cases), []))
     result = evaluate_tool_calls(model, tokenizer, tool_cases=str(path))
-    assert result["failures"] == [] and result["num_examples"] == 120
+    assert result["failures"] == [] and result["num_examples"] == 240
     for case in cases:
         (call,) = case["calls"]
         arguments = {name: value for name, (value,) in call["arguments"].items()}
