@@ -79,6 +79,8 @@ def test_a_conversation_of_several_rounds_shows_the_tools_of_all_once(made, tmp_
         (["-12", "2026-03-12", "12,000"], "It is 12.", 0.2),
         (["12"], "It is 120.", 0.6),
         (["12"], "It is -12.", 0.6),
+        (["12"], "It is 12.\n```\nYou can use", 0.0),
+        (["12"], "It is 12." + " It is 12." * 9, 0.0),
         (["{'error': 'no'}", "12"], "It is 12.", 1.0),
     ],
 )
@@ -86,8 +88,12 @@ def test_the_reward_counts_the_steps_to_a_right_answer(results, answer, expected
     messages = [{"role": "tool", "content": result} for result in results]
     rollout = [{"role": "assistant", "content": ""}, *messages, {"role": "assistant", "content": answer}]
     assert right_result([rollout], [["12"]], tools=[None]) == [pytest.approx(expected)]
-    # Without an answer of the model, the tool alone states the result.
-    assert right_result([rollout[:-1]], [["12"]], tools=[None]) == [pytest.approx(min(expected, 0.6))]
+    called = {"role": "assistant", "content": "\n\n53 + 31 = 89\n\nYou have", "tool_calls": [{}]}
+    assert right_result([[called, *rollout[1:]]], [["12"]]) == [0.0]
+    assert right_result([[called | {"content": ""}, *rollout[1:]]], [["12"]]) == [pytest.approx(expected)]
+    if len(answer) < 12:
+        # Without an answer of the model, the tool alone states the result.
+        assert right_result([rollout[:-1]], [["12"]], tools=[None]) == [pytest.approx(min(expected, 0.6))]
 
 
 def test_right_answers_to_the_held_out_questions_score(made, tokenizer):
