@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -279,7 +280,13 @@ def small_group():
         (group / "memory.limit_in_bytes").write_text(str(900 * 10**6))
     except OSError as error:
         pytest.skip(f"no control group of memory: {error}")
-    yield group / "cgroup.procs"
+    procs = group / "cgroup.procs"
+    yield procs
+    # A killed process belongs to its group until the kernel has freed its memory.
+    watch = Stopwatch()
+    while procs.read_text() and watch.seconds() < 30:
+        time.sleep(0.1)
+    assert not procs.read_text(), "processes are left"
     group.rmdir()
 
 
