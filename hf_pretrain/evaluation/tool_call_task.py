@@ -36,7 +36,8 @@ def evaluate_tool_calls(
             `None` for a served model.
         tool_cases (`str`, *optional*): a file of other tools and questions, in the form of `tool_call_cases.json`.
         limit (`float`, *optional*): the number of questions; below 1, their share.
-        sampling: as for [`~inference.terminal_chat.Chat`]; by default greedy decoding of 256 tokens.
+        sampling: as for [`~inference.terminal_chat.Chat`]; by default greedy decoding of 256 tokens, without the
+            model's own repetition penalty, which a served model may keep: answers repeat numbers of the question.
 
     Returns:
         `dict`: as [`~evaluation.lm_eval_tasks.evaluate_tasks`] returns for one task, and `failures`, which holds the
@@ -50,7 +51,9 @@ def evaluate_tool_calls(
         raise UserError(f"--tool_cases {tool_cases}: it needs `tools` and `cases`, as {_CASES} has them.")
     if limit is not None:
         cases = cases[: math.ceil(limit * len(cases) if limit < 1 else limit)]
-    sampling = {"temperature": 0, "max_new_tokens": 256} | sampling
+    # A server may refuse a field that OpenAI's API lacks.
+    own = {} if tokenizer is None else {"repetition_penalty": 1.0}
+    sampling = {"temperature": 0, "max_new_tokens": 256} | own | sampling
     failures, examples, num_called = [], [], 0
     for number, case in enumerate(cases):
         tools = [tool for tool in content["tools"] if tool["function"]["name"] in case["tools"]]

@@ -3,6 +3,7 @@
 import copy
 import json
 import runpy
+import shutil
 
 import pytest
 import torch
@@ -114,7 +115,11 @@ def test_the_recipe_prints_the_score_and_the_failures(talker, tmp_path, monkeypa
     case = {"question": WEATHER[0]["content"], "tools": ["get_weather"], "calls": [call], "states": ["rains in Oslo"]}
     cases = [case, case | {"states": ["snow"]}]
     (tmp_path / "cases.json").write_text(json.dumps({"tools": [TOOL], "cases": cases}))
-    arguments = ["--model_name_or_path", str(talker), "--results_dir", str(tmp_path / "results"), "--use_cpu"]
+    # A penalty of its own would keep the model from repeating the question.
+    model = shutil.copytree(talker, tmp_path / "talker")
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(settings | {"repetition_penalty": 9.0}))
+    arguments = ["--model_name_or_path", str(model), "--results_dir", str(tmp_path / "results"), "--use_cpu"]
     arguments += ["--tasks", "tool_call", "--validation_fraction", "0"]
     monkeypatch.setattr("sys.argv", ["evaluate.py", *arguments])
     runpy.run_path("recipes/evaluate.py", run_name="__main__")
