@@ -24,9 +24,10 @@ def share_prompts(model: PreTrainedModel, args: Any) -> None:
     # With sharded weights, all ranks would have to share, or none.
     if args.shards_weights:
         return
-    # A cache of another kind, or none, cannot be filled before, and beams would multiply the rows.
+    # A cache of another kind, or none, cannot be filled before, beams would multiply the rows, and a penalty would
+    # count the padding.
     has_cache = args.cache_implementation is None and model.generation_config.use_cache is not False
-    if has_cache and not args.use_vllm and not args.generation_kwargs:
+    if has_cache and not args.use_vllm and not args.generation_kwargs and args.repetition_penalty == 1:
         model.generate = partial(generate_sharing, model, model.generate)
     # Each layer of a cache would compile a separate graph.
     if not args.compiles_layers:

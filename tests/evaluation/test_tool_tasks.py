@@ -108,6 +108,15 @@ def test_right_answers_to_the_held_out_questions_score(made, tokenizer):
         assert getattr(tools, call["name"])(**arguments) == call["result"] and case["states"][0] in call["result"]
 
 
+def test_the_answers_that_the_model_is_shown_earn_the_whole_reward(made):
+    for record in read(made / "conversations.jsonl"):
+        _, *rollout = record["messages"]
+        answer = rollout[-1]["content"]
+        # The calendar returns a weekday and a date, of which one is asked.
+        [value] = [part for part in rollout[1]["content"].split(", ") if part in answer]
+        assert right_result([rollout], [[value]]) == [1.0], answer
+
+
 def test_the_reward_of_a_task_is_highest_for_its_call_with_its_result(made):
     for record in read(made / "tasks.jsonl")[:100]:
         task = read_task(record)
@@ -121,7 +130,8 @@ def test_the_reward_of_a_task_is_highest_for_its_call_with_its_result(made):
         assert agent(turns(name, wrong, f"It is {target}."), offered, [target]) < 3.0
 
 
-def test_the_recipe_of_make_agent_names_tools_and_rewards_of_the_checkout():
-    values = yaml.safe_load((EXAMPLES.parent / "recipes/smollm2/agent-grpo.yaml").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("preset", ["smollm2", "minimind3"])
+def test_the_recipe_of_make_agent_names_tools_and_rewards_of_the_checkout(preset):
+    values = yaml.safe_load((EXAMPLES.parent / f"recipes/{preset}/agent-grpo.yaml").read_text(encoding="utf-8"))
     assert (EXAMPLES.parent / values["tools"]).samefile(EXAMPLES / "tools.py")
     assert values["rewards"] == f"{right_result.__module__}:{right_result.__name__}"
