@@ -71,9 +71,10 @@ class EngineAttention(torch.nn.Module):
         return torch.cat([output.transpose(0, 1).flatten(1) for output in outputs])
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_an_engine_brings_its_attention(build_model, input_ids, generation):
-    """vLLM's Transformers backend gives its attention to the layers by an argument, and calls the decoder so."""
+def test_an_engine_brings_its_attention(build_model, input_ids, generation, engine):
+    """The Transformers backends give their attention to the layers by an argument, and call the decoder so."""
     # The requests of a batch together are longer than the rotary table, and each is shorter.
     model = build_model(**GENERATIONS[generation], max_position_embeddings=6).eval()
     lengths = [5, 3]
@@ -87,9 +88,9 @@ def test_an_engine_brings_its_attention(build_model, input_ids, generation):
         # (1, num_heads, num_tokens, head_dim) -> (num_tokens, num_heads * head_dim)
         return attention(*(states[0].transpose(0, 1).flatten(1) for states in (query, key, value))), None
 
-    AttentionInterface.register("vllm", attend)
+    AttentionInterface.register(engine, attend)
     try:
-        model.config._attn_implementation = "vllm"
+        model.config._attn_implementation = engine
         instances = {
             number: EngineAttention(model.config, lengths) for number in range(model.config.num_hidden_layers)
         }
@@ -98,7 +99,7 @@ def test_an_engine_brings_its_attention(build_model, input_ids, generation):
         decoders = model.model, torch.compile(model.model, backend="eager")
         found = [decoder(torch.cat(requests, dim=1), position_ids=positions, **options)[0] for decoder in decoders]
     finally:
-        AttentionInterface._global_mapping.pop("vllm")
+        AttentionInterface._global_mapping.pop(engine)
     for hidden_states in found:
         assert_near(hidden_states[0], expected)
 
