@@ -23,7 +23,7 @@ from hf_pretrain.reports.end_report import format_report, next_commands
 from hf_pretrain.run_directory.facts import RunFacts
 from hf_pretrain.run_directory.metrics import HEADLINES
 from hf_pretrain.runtime.minimind_flags import translate_minimind
-from hf_pretrain.runtime.parser import recipe_parser
+from hf_pretrain.runtime.parser import read_config, recipe_parser
 from hf_pretrain.runtime.stages import STAGES
 from hf_pretrain.tokenizer.training import train_tokenizer
 from hf_pretrain.weights.exporting import export
@@ -69,11 +69,15 @@ def parse_recipe(words: list[str]) -> None:
     try:
         if (stage := Path(path).stem) in STAGES:
             flags = translate_minimind(flags, stage)
-        _, unknown = recipe_parser(ROOT / path).parse_known_args(flags)
+        parser = recipe_parser(ROOT / path)
+        _, unknown = parser.parse_known_args(flags)
     except SystemExit as end:  # --help
         assert end.code == 0
         return
     assert not unknown, f"{path} does not know {unknown}"
+    if "--config" in flags and (config := ROOT / flags[flags.index("--config") + 1]).is_file():
+        unknown = read_config(config).keys() - parser.flags.keys() - {"preset"}
+        assert not unknown, f"{config} holds {unknown}, which {path} does not know"
 
 
 def check_make(words: list[str]) -> None:
@@ -87,10 +91,15 @@ def check_make(words: list[str]) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     # make accepts a target that is .PHONY and has no rule.
     assert result.returncode == 0 and "Nothing to be done" not in result.stdout, result.stdout + result.stderr
-    for line in result.stdout.replace("\\\n", " ").splitlines():
+    text = re.sub(r"for stage in (.*); do (.*)\|\| exit; done", _unrolled, result.stdout.replace("\\\n", " "))
+    for line in text.splitlines():
         started = shlex.split(line)
         if started[1:2] == ["hf_pretrain_cli.py"]:
             check_command(started[2:])
+
+
+def _unrolled(loop: re.Match) -> str:
+    return "\n".join(loop[2].replace("$stage", stage) for stage in loop[1].split())
 
 
 def check_command(words: list[str]) -> None:
