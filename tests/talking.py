@@ -10,8 +10,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
-# llama.cpp drops the type of the result, which would stand in the prompt.
-def get_weather(city: str):
+def get_weather(city: str) -> str:
     """
     Weather.
 
