@@ -36,6 +36,8 @@ def test_a_served_model_has_the_score_of_the_local_one(server, local, tmp_path, 
     monkeypatch.setattr(tool_call_task, "_CASES", tmp_path / "cases.json")
     (tmp_path / "cases.json").write_text(json.dumps({"tools": [TOOL], "cases": cases}))
     few = [evaluate_tool_calls(*each) for each in ((ServedModel(server, "m", "k"), None), local)]
+    # A server is not told to leave out the penalty of its model, which this one does not have.
+    assert few[1]["sampling"].pop("repetition_penalty") == 1.0
     assert few[0] == few[1] and few[0]["metrics"]["score"]["value"] == pytest.approx(2 / 3)
     for ours, theirs in zip(*(each["examples"] for each in whole), strict=True):
         assert ours["figures"] == theirs["figures"], (ours, theirs)
