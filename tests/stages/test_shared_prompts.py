@@ -1,6 +1,7 @@
 """Prompts that are computed once: the same tokens, hidden states and gradients, from fewer computed tokens."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 
 from hf_pretrain.stages import reinforcement
-from hf_pretrain.stages.shared_prompts import forward_sharing, generate_sharing
+from hf_pretrain.stages.shared_prompts import forward_sharing, generate_sharing, share_prompts
 from tests.rollouts import make_model, toy_trainer
 from tests.toys import toy_model
 
@@ -156,3 +157,13 @@ def test_shared_rollouts_compile_no_layer_again(tokenizer, tmp_path, monkeypatch
         toy_trainer(tokenizer, tmp_path, model=make_model(num_hidden_layers=3), **flags).train()
         numbers.append(counters["frames"]["total"])
     assert numbers[0] == numbers[1] > 0
+
+
+@pytest.mark.parametrize(("penalty", "is_shared"), [(1.0, True), (1.1, False)])
+def test_rollouts_with_a_penalty_are_not_shared(penalty, is_shared):
+    """It would count the padding, whose width differs."""
+    model, others = toy_model(), {"cache_implementation": None, "generation_kwargs": None, "use_vllm": False}
+    share_prompts(
+        model, SimpleNamespace(repetition_penalty=penalty, shards_weights=False, compiles_layers=True, **others)
+    )
+    assert isinstance(model.generate, partial) == is_shared
