@@ -9,6 +9,8 @@
 # make agent                                               teach it tools by examples, then by rewards, and compare
 # make sft, then make dpo | reward | distill | grpo        the other stages, launched alike
 # make chat | serve | evaluate                             chat with the newest model, serve it, evaluate it
+# make web                                                 a page that runs the newest chat model in a browser
+# make parallel                                            compare all kinds of parallelism with one process
 # make board                                               a page that starts, shows, stops and compares runs
 # make bench                                               compare the speed with other programs
 # make real-model                                          compare losses, speed and memory with TRL on a real model
@@ -40,7 +42,7 @@ ifeq ($(DEVICE)$(if $(filter cuda,$(DEVICE)),$(shell nvidia-smi -L 2>/dev/null |
   $(error DEVICE=cuda: nvidia-smi lists no GPU. Repair the driver, or use DEVICE=auto (GPUs of other vendors) or DEVICE=cpu)
 endif
 
-.PHONY: chat-from-scratch teach agent $(STAGES) chat serve board evaluate tokenizer bench real-model race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
+.PHONY: chat-from-scratch teach agent $(STAGES) chat serve board evaluate tokenizer web parallel bench real-model race gpu-check test test-quick test-oldest test-float8 faults quality docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -115,6 +117,15 @@ test-float8: $(VENV)/.installed-test
 # Run all fault tests. N=300 kills 300 runs at random moments.
 faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/faults -m "faults or not faults" -n 2 --dist worksteal $(ARGS)
+
+# A page that runs the newest chat model in a tab of a browser. ARGS="--from MODEL" takes another one.
+web: $(VENV)/.installed-peft
+	if [ -f out/web/wllama.wasm ]; then rm -r out/web; fi
+	$(BIN)/python hf_pretrain_cli.py convert --to out/web --format web $(ARGS)
+
+# Train a toy under every launcher and kind of parallelism, and compare losses and weights with one process.
+parallel: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.parallel $(ARGS)
 
 # Compare useful tokens/s with a bare loop, stock Trainer, TRL and a loop like MiniMind's. SIZES=all adds models and
 # sequence lengths.

@@ -115,6 +115,8 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         words (`list[str]`): flags of this command and of the recipe, in any order.
     """
     recipe = _shorten(RECIPES / f"{stage}.py")
+    if stage == "serve" and words[:1] and not words[0].startswith("-"):
+        words = ["--model_name_or_path", *words]
     if stage not in LAUNCHED or asks_for_help(words):
         return {}, [_shorten(Path(sys.executable)), recipe, *words]
     args, rest = make_parser().parse_known_args(words)

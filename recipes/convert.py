@@ -11,6 +11,7 @@ MiniMind's LoRA files are read and written, too.
     hf-pretrain convert --from lora_identity_768.pth --base out/minimind3 --to out/merged
     hf-pretrain convert --from out/adapter --to out/lora --format lora --stage lora_identity
     hf-pretrain convert --from out/pretrain --to out/gguf --format gguf --dtype q8_0
+    hf-pretrain convert --from out/sft --to out/web --format web
     hf-pretrain convert --from out/pretrain --to out/upstream --format upstream
     hf-pretrain convert --from out/pretrain --to out/llama --format llama --push --hub_model_id me/mine
 
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_pretrain.hub.model_card import format_conversion_card
+from hf_pretrain.checkpoints.directory import find_newest_run
+from hf_pretrain.hub.model_card import format_conversion_card, format_page_card
 from hf_pretrain.hub.pushing import create_repository, push_folder
 from hf_pretrain.loading.model_arguments import parse_fields
 from hf_pretrain.runtime.command_line import announce, one_line_errors
@@ -40,8 +42,10 @@ from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
 class ConversionArguments:
     """Source, result and repository."""
 
-    source: str = flag(
-        help="A .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth.",
+    source: str | None = flag(
+        None,
+        "A .pth file, a checkpoint or adapter directory, a Hub id, or a file in one: owner/name:x.pth; by default the "
+        "newest model in out.",
         names="model",
         spelled="--from",
     )
@@ -70,6 +74,7 @@ ARGUMENTS = (ConversionArguments,)
 def main(args: ConversionArguments) -> None:
     # Check before the download of a large model.
     check_empty(args.to, "--to")
+    args.source = args.source or find_newest_run(with_adapters=True)
     config: Any = args.config
     # --config accepts a file or fields; only fields contain "=".
     if config is not None and "=" in config:
@@ -85,19 +90,25 @@ def main(args: ConversionArguments) -> None:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.base or args.source)
     repo_id = args.hub_model_id or Path(args.to).name
     if args.push:
-        repo_id = create_repository(repo_id, private=args.hub_private_repo)
+        repo_id = create_repository(repo_id, private=args.hub_private_repo, is_space=args.format == "web")
     announce("writing the model")
     options = {"dtype": args.dtype, "model_name": Path(args.hub_model_id or args.source).name}
     report = export(model, args.to, args.format, tokenizer=tokenizer, stage=args.stage or "full_sft", **options)
-    facts = {"repo_id": repo_id, "source": args.source, "format": args.format, "license": args.hub_license}
-    card = format_conversion_card(model, str(report), has_tokenizer=tokenizer is not None, **facts)
+    facts = {"source": args.source, "license": args.hub_license}
+    if args.format == "web":
+        card = format_page_card(options["model_name"], str(report), **facts)
+    else:
+        facts |= {"repo_id": repo_id, "format": args.format}
+        card = format_conversion_card(model, str(report), has_tokenizer=tokenizer is not None, **facts)
     Path(args.to, "README.md").write_text(card, encoding="utf-8")
     if merge is not None:
         print(f"Merged; largest logit difference from peft's unmerged model {merge.max_difference:.2e}")
     print(f"{args.to}: {report}")
     if args.push:
-        also = ("*.gguf", "Modelfile", "*.pth")
-        print(f"Pushed to {push_folder(args.to, repo_id, message=str(report), also=also)}")
+        page = ("*.html", "*.css", "*.js", "*.wasm", "*.txt", "model.*")
+        also = page if args.format == "web" else ("*.gguf", "Modelfile", "*.pth")
+        pushed = push_folder(args.to, repo_id, message=str(report), also=also, is_space=args.format == "web")
+        print(f"Pushed to {pushed}")
 
 
 if __name__ == "__main__":

@@ -269,8 +269,12 @@ class HubServer:
             if request.headers.get("authorization") not in (None, f"Bearer {TOKEN}"):
                 raise HubError(401, "Invalid credentials in Authorization header")
             path = unquote(urlsplit(request.path).path)
-            # Datasets and models share one namespace here.
-            path = path.replace("/api/datasets/", "/api/models/", 1).removeprefix("/datasets")
+            # Datasets, Spaces and models share one namespace here.
+            path = (
+                re.sub("^/api/(datasets|spaces)/", "/api/models/", path)
+                .removeprefix("/datasets")
+                .removeprefix("/spaces")
+            )
             target = f"{request.method} {path}"
             for pattern, function in ROUTES:
                 if match := pattern.fullmatch(target):

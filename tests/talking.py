@@ -10,7 +10,8 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
-def get_weather(city: str) -> str:
+# llama.cpp drops the type of the result, which would stand in the prompt.
+def get_weather(city: str):
     """
     Weather.
 

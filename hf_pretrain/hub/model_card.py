@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, SpaceCardData, metadata_load
 from huggingface_hub.constants import REPOCARD_NAME
 from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import get_model_param_count
@@ -140,6 +140,16 @@ def format_conversion_card(
         origin=f"Converted from `{public_name(source)}`. {report}.",
         has_tokenizer=has_tokenizer,
     )
+
+
+def format_page_card(title: str, report: str, *, source: str, license: str | None) -> str:
+    """Return the card of a page (`convert --format web`): a static Space, with the headers that threads need."""
+    origin = _origin(source, license)
+    policies = {"cross-origin-opener-policy": "same-origin", "cross-origin-embedder-policy": "require-corp"}
+    models = [origin["base_model"]] if origin["base_model"] else None
+    data = SpaceCardData(title=title, sdk="static", license=origin["license"], models=models, custom_headers=policies)
+    about = f"{title} runs in the browser of the reader, by llama.cpp for WebAssembly."
+    return f"---\n{data.to_yaml()}\n---\n\n{about} Converted from `{public_name(source)}`. {report}.\n"
 
 
 def _render(

@@ -53,17 +53,20 @@ PUBLISHED = (
 ANSWER_SECONDS = 600.0
 
 
-def create_repository(repo_id: str, *, private: bool | None = None) -> str:
+def create_repository(repo_id: str, *, private: bool | None = None, is_space: bool = False) -> str:
     """
     Create a model repository on the Hub if it does not exist, and return its full id.
 
     Args:
         repo_id (`str`): `owner/name`, or a name in the user's own namespace.
         private (`bool`, *optional*): whether a new repository is private; by default as the account is set.
+        is_space (`bool`): create a Space of static files instead.
 
     Raises:
         `UserError`: if the Hub refuses or cannot be reached, with the reason.
     """
+    if is_space and repo_id.startswith(modelscope.PREFIX):
+        raise UserError(f"{repo_id}: only a Space of the Hugging Face Hub shows a page.")
     if repo_id.startswith(modelscope.PREFIX):
         modelscope.create(repo_id, private=private)
         return repo_id
@@ -71,7 +74,8 @@ def create_repository(repo_id: str, *, private: bool | None = None) -> str:
     get_session().timeout = ANSWER_SECONDS
     try:
         # `create_repo` returns the full id, which adds the user's namespace to a bare name.
-        return hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        kind = {"repo_type": "space", "space_sdk": "static"} if is_space else {}
+        return hub.create_repo(repo_id, private=private, exist_ok=True, **kind).repo_id
     # The network and the server raise many types of errors. Each of them means that there is no repository to push to.
     except Exception as error:
         raise UserError(
@@ -98,6 +102,7 @@ def push_folder(
     message: str | None = "Upload",
     also: Iterable[str] = (),
     revision: str | None = None,
+    is_space: bool = False,
 ) -> str:
     """
     Push the files that [`published_files`] names in one commit, and return the URL of the repository.
@@ -108,20 +113,23 @@ def push_folder(
         message (`str`): the commit message.
         also (`Iterable[str]`): glob patterns of further files.
         revision (`str`, *optional*): the branch to push to.
+        is_space (`bool`): the repository is a Space.
 
     Raises:
         `UserError`: if the push fails, with the reason and the command that tries again.
     """
+    kind = {"repo_type": "space"} if is_space else {}
     # Names, not patterns such as *.json: the directory of a run also holds rows of the training data.
     names = published_files(folder, also=also)
     try:
         with tempfile.TemporaryDirectory(prefix=PUSH_PREFIX, dir=folder) as staging:
             for name in names:
                 link_or_copy(Path(folder, name), Path(staging, name))
-            return _upload(repo_id, staging, message=message, revision=revision)
+            return _upload(repo_id, staging, message=message, revision=revision, **kind)
     # As above, catch every type of error: the user gets the reason and the command.
     except Exception as error:
-        command = shlex.join(["hf", "upload", repo_id, str(folder), *(f"--include={name}" for name in names)])
+        words = [*(["--repo-type=space"] if is_space else []), *(f"--include={name}" for name in names)]
+        command = shlex.join(["hf", "upload", repo_id, str(folder), *words])
         if repo_id.startswith(modelscope.PREFIX):
             target = repo_id.removeprefix(modelscope.PREFIX)
             command = shlex.join(["modelscope", "upload", target, str(folder), "--include", *names])
@@ -137,7 +145,7 @@ def _upload(repo_id: str, folder: str | Path, *, message: str | None, revision: 
         return modelscope.upload(repo_id, folder, message=message, revision=revision)
     api = HfApi()
     api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, revision=revision, **options)
-    return f"{api.endpoint}/{repo_id}"
+    return f"{api.endpoint}/{'spaces/' if options.get('repo_type') == 'space' else ''}{repo_id}"
 
 
 def describe_error(error: BaseException) -> str:

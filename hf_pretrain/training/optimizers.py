@@ -128,6 +128,7 @@ class Muon(torch.optim.Optimizer):
             `0.2 * sqrt(max(rows, columns))`.
         momentum (`float`, defaults to 0.85): Nesterov momentum of Muon.
         betas (`tuple[float, float]`), eps (`float`): decay rates and epsilon of AdamW.
+        ranks ([`~torch.distributed.ProcessGroup`], *optional*): the ranks that train these parameters; all by default.
     """
 
     def __init__(
@@ -138,8 +139,10 @@ class Muon(torch.optim.Optimizer):
         momentum: float = MOMENTUM,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        ranks: dist.ProcessGroup | None = None,
     ):
         super().__init__(groups, {"lr": lr, "momentum": momentum})
+        self._ranks = ranks
         rest = [group for group in self.param_groups if not group["use_muon"]]
         # AdamW shares the group dictionaries and the state, so that schedulers and checkpoints see one optimizer.
         # AdamW's constructor adds its own settings to the groups.
@@ -179,39 +182,41 @@ class Muon(torch.optim.Optimizer):
             by_shape[parameter.shape].append(index)
         for shape, indices in by_shape.items():
             scale = 0.2 * math.sqrt(max(shape[-2:]))
-            at_a_time = max(1, MAX_ELEMENTS // shape.numel()) * num_ranks()
+            at_a_time = max(1, MAX_ELEMENTS // shape.numel()) * num_ranks(self._ranks)
             for start in range(0, len(indices), at_a_time):
                 part = indices[start : start + at_a_time]
-                updates = orthogonalize_together([directions[index] for index in part])
+                updates = orthogonalize_together([directions[index] for index in part], self._ranks)
                 torch._foreach_add_([parameters[index] for index in part], updates, alpha=-group["lr"] * scale)
 
 
-def num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def num_ranks(ranks: dist.ProcessGroup | None = None) -> int:
+    return dist.get_world_size(ranks) if dist.is_initialized() else 1
 
 
-def orthogonalize_together(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+def orthogonalize_together(matrices: list[torch.Tensor], ranks: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """
     Orthogonalize matrices that all ranks have: each rank takes its share, and all ranks gather the results. Sharded
     matrices are gathered before, and each rank keeps its shards of the results.
 
     Args:
         matrices (`list` of `torch.Tensor` of one shape `(..., rows, columns)`): all ranks pass the same ones.
+        ranks ([`~torch.distributed.ProcessGroup`], *optional*): these ranks; all by default.
 
     Returns:
         `list[torch.Tensor]`: the results of [`orthogonalize`], in the dtype and sharding of `matrices`.
     """
     # `full_tensor` is a collective: all ranks gather the matrices in the same order.
     whole = [matrix.full_tensor() if isinstance(matrix, DTensor) else matrix for matrix in matrices]
-    share, rank = math.ceil(len(whole) / num_ranks()), dist.get_rank() if dist.is_initialized() else 0
+    size, rank = num_ranks(ranks), dist.get_rank(ranks) if dist.is_initialized() else 0
+    share = math.ceil(len(whole) / size)
     # The last ranks may repeat the last matrix, so that all shares have one size.
     own = torch.stack([whole[min(index, len(whole) - 1)] for index in range(rank * share, (rank + 1) * share)])
     # (share, ..., rows, columns) -> (number of matrices, rows, columns), and back
     # The results for tall matrices are transposed views, which gloo gathers and NCCL refuses.
     updates = orthogonalize(own.flatten(0, -3)).view(own.shape).contiguous()
-    if num_ranks() > 1:
-        gathered = updates.new_empty(share * num_ranks(), *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, updates)
+    if size > 1:
+        gathered = updates.new_empty(share * size, *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, updates, group=ranks)
         updates = gathered
     return [_like(update, matrix) for update, matrix in zip(updates.to(own.dtype), matrices, strict=False)]
 

@@ -344,7 +344,7 @@ def train_and_evaluate(
     """
     samples = SampleCallback(sample) if sample is not None else None
     _set_callbacks(trainer, *([samples] if samples is not None else []))
-    _set_generation_defaults(trainer)
+    set_generation_defaults(trainer)
     if trainer.args.process_index == 0:
         run, facts = trainer.run, trainer.run.facts
         # `recipes/chat.py` continues text with a model that was only pretrained.
@@ -370,7 +370,7 @@ def train_and_evaluate(
     return metrics, samples.samples[-1][1] if samples.samples else samples.sample(trainer.model)
 
 
-def _set_generation_defaults(trainer: "RunTrainer") -> None:
+def set_generation_defaults(trainer: "RunTrainer") -> None:
     """
     Set the generation defaults that are saved with the model. After training on text, `do_sample` is `False`;
     `inference.terminal_chat` recognises base models by it.

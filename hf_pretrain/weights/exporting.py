@@ -21,6 +21,7 @@ from ..loading.native import check_finite
 from ..model.configuration_minimind import MiniMindConfig
 from ..model.modeling_minimind import MiniMindForCausalLM
 from ..runtime.errors import UserError
+from ..runtime.named import load_named
 from ..runtime.writing import LOCK_NAME, check_empty, written_whole
 from ..tokenizer.control_tokens import set_stop_tokens
 from ..tokenizer.pretrained import check_tokenizer, save_tokenizer
@@ -139,11 +140,25 @@ class GGUFFormat(ExportFormat):
         return load_upstream(path, dtype=torch.float32)
 
 
+class WebFormat(GGUFFormat):
+    """A page that runs the GGUF file in a browser tab."""
+
+    def write(self, model: MiniMindForCausalLM, directory: Path, **names: Any) -> PreTrainedModel:
+        if names["tokenizer"] is None:
+            raise UserError("A page needs the tokenizer of its model. Pass --tokenizer.")
+        written = super().write(model, directory, **names)
+        load_named("hf_pretrain.weights.browser:write_page")(
+            directory, model, names["tokenizer"], model_name=names["model_name"]
+        )
+        return written
+
+
 def make_format(name: str, config: MiniMindConfig) -> ExportFormat:
     """Return the format of this name for a model."""
-    layout = {"upstream": upstream_layout(config), "gguf": stock_layout(config)}.get(name, name)
+    is_gguf = issubclass(EXPORT_FORMATS[name], GGUFFormat)
+    layout = stock_layout(config) if is_gguf else upstream_layout(config) if name == "upstream" else name
     lacks = LAYOUTS[layout].lacks if layout in LAYOUTS else frozenset()
-    return EXPORT_FORMATS[name]("gguf", lacks | GGUF_LACKS) if name == "gguf" else EXPORT_FORMATS[name](layout, lacks)
+    return EXPORT_FORMATS[name]("gguf", lacks | GGUF_LACKS) if is_gguf else EXPORT_FORMATS[name](layout, lacks)
 
 
 EXPORT_FORMATS: dict[str, type[ExportFormat]] = {
@@ -151,6 +166,7 @@ EXPORT_FORMATS: dict[str, type[ExportFormat]] = {
     "upstream": UpstreamFormat,
     **dict.fromkeys(("llama", "qwen3", "qwen3_moe", "ernie4_5_moe"), StockFormat),
     "gguf": GGUFFormat,
+    "web": WebFormat,
 }
 
 
@@ -211,6 +227,9 @@ def export(
             finite.
     """
     source_dtype = str(model.dtype).removeprefix("torch.")
+    if dtype is None and format == "web":
+        # Beside quantized weights, llama.cpp rounds activations to 8 bits, which changes answers of small models.
+        dtype = "float16" if 2 * model.num_parameters() <= 500_000_000 else "q8_0"
     dtype = dtype or source_dtype
     check_empty(output_dir, "--to")
     target = choose_format(model.config, format, dtype=dtype)

@@ -30,13 +30,14 @@ CLOCKS = ("training_seconds", "tokens_per_second", "model_flops_per_second", "mf
 CLOCKS += ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
-def make_workspace(path: Path) -> Path:
+def make_workspace(path: Path, **fields: Any) -> Path:
     """Write a toy model with experts and dropout, and enough sentences for `STEPS` steps in two and a half passes."""
     generator = random.Random(0)
     words = ["river", "stone", "green", "light", "walks", "under", "seven", "quiet", "birds", "home", "far", "to"]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 18))) for _ in range(26)]
     tokenizer = train_tokenizer(texts * 10, vocab_size=320)
-    model = toy_model(vocab_size=len(tokenizer), num_key_value_heads=2, dropout=0.1, **EXPERTS)
+    sizes = {"vocab_size": len(tokenizer), "num_key_value_heads": 2, "dropout": 0.1}
+    model = toy_model(**sizes | EXPERTS | fields)
     model.save_pretrained(path / "toy")
     tokenizer.save_pretrained(path / "toy")
     write_jsonl(path / "train.jsonl", texts)

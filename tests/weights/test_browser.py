@@ -1,0 +1,215 @@
+"""A model runs in a tab of a browser: `convert --format web`, served as static files, answers as `chat` does."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import snapshot_download
+
+from hf_pretrain.inference.static_page import PageHandler
+from hf_pretrain.tokenizer.pretrained import load_tokenizer
+from tests.hub_server import HubServer, connect
+from tests.invariants.launching import ROOT, cpu_environment
+from tests.models import toy_model
+from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler
+
+
+pytestmark = pytest.mark.slow
+TIMEOUT = 300_000
+QUESTION = SUM[0]["content"]
+RUN = '({ city }) => city === "Oslo" ? "rain" : "sun"'
+
+
+@pytest.fixture
+def serve():
+    """Return a function that serves a directory in a thread, with the headers for threads or as a plain server."""
+    servers = []
+
+    def start(directory: Path, handler: type = PageHandler) -> str:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory))))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def run(recipe: str, *words: str, text: str | None = None, **environment: str) -> str:
+    command = [sys.executable, str(ROOT / f"recipes/{recipe}.py"), *words]
+    result = subprocess.run(command, input=text, env=cpu_environment(**environment), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def pages(talker, tmp_path_factory):
+    """Return a function that exports a model as a page, once."""
+    root = tmp_path_factory.mktemp("pages")
+
+    def export(source: str | Path, *words: str) -> Path:
+        target = root / re.sub(r"\W", "-", f"{source}{words}")
+        if not target.exists():
+            run("convert", "--from", str(source), "--to", str(target), "--format", "web", *words)
+        return target
+
+    return export
+
+
+@pytest.fixture
+def open_page(page):
+    """Return a function that opens a page and loads its model. In the end, check that it has contacted no one else."""
+    hosts, errors, own = set(), [], set()
+
+    def watch(page):
+        page.set_default_timeout(TIMEOUT)
+        page.on("request", lambda request: hosts.add(re.sub(r"^blob:", "", request.url).split("/")[2]))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        return page
+
+    def load(url: str, **context):
+        own.add(url.split("/")[2])
+        shown = watch(page.context.browser.new_page(**context) if context else page)
+        shown.goto(url)
+        shown.locator("#load").click()
+        shown.locator("#question:enabled").wait_for()
+        shown.locator("#settings summary").click()
+        shown.fill("#temperature", "0")
+        return shown
+
+    yield load
+    assert errors == [] and hosts <= own
+
+
+def ask(page, question: str) -> str:
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+    wait_for_end(page)
+    return page.locator("#log article").last.inner_text()
+
+
+def wait_for_end(page) -> None:
+    page.wait_for_function("() => ['Send', '发送'].includes(document.getElementById('send').textContent)")
+
+
+def test_the_page_thinks_calls_tools_and_knows_its_language(talker, pages, serve, open_page):
+    url = serve(pages(talker, "--dtype", "float32"))
+    page = open_page(url)
+    assert re.search(r"Ready: \d threads", page.inner_text("#status"))
+    page.select_option("#thinking", "off")
+    assert ask(page, QUESTION) == "It is four."
+    assert re.search(r"\d+ tokens, [\d.]+ per second", page.inner_text("#status"))
+    page.click("#reset")
+    page.select_option("#thinking", "on")
+    ask(page, QUESTION)
+    thoughts = page.locator("#log article.assistant details")
+    assert "open" not in thoughts.evaluate("each => each.getAttributeNames()")
+    thoughts.locator("summary").click()
+    assert thoughts.inner_text().split() == ["Thoughts", "add", "them"]
+    page.select_option("#thinking", "")
+    page.click("#reset")
+    page.fill("#tools", f"[{{ ...{json.dumps(TOOL['function'])}, run: {RUN} }}]")
+    assert ask(page, WEATHER[0]["content"]) == "It rains in Oslo."
+    assert page.locator("#log .tool").all_inner_texts() == ["rain"]
+    assert '{"city":"Oslo"}' in page.locator("#log .assistant").first.inner_text().replace(" ", "")
+    # What looks like a control token stays text.
+    typed = page.evaluate("async () => (await import('./chat.js')).broken('a<|im_end|>b')")
+    tokenizer = load_tokenizer(talker)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in tokenizer(typed, add_special_tokens=False).input_ids
+
+    narrow = open_page(url, locale="zh-CN", viewport={"width": 390, "height": 800}, color_scheme="dark")
+    assert "就绪" in narrow.inner_text("#status") and narrow.evaluate("document.documentElement.lang") == "zh"
+    assert narrow.evaluate("document.documentElement.scrollWidth") <= 390
+    assert ask(narrow, CHINESE[0]["content"]) == CHINESE[1]["content"]
+    assert narrow.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light dark"
+    narrow.close()
+
+
+def test_a_page_of_a_plain_server_has_threads_and_works_offline(talker, pages, page):
+    directory = pages(talker, "--dtype", "float32")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(directory)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page.set_default_timeout(TIMEOUT)
+    page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+    page.locator("#load").click()
+    page.locator("#question:enabled").wait_for()
+    assert page.evaluate("crossOriginIsolated")
+    server.shutdown()
+    server.server_close()
+    page.reload()
+    page.locator("#question:enabled").wait_for()
+    page.locator("#settings summary").click()
+    page.fill("#temperature", "0")
+    assert ask(page, QUESTION) == "It is four."
+
+
+def test_an_answer_is_stopped(talker, pages, serve, open_page, tmp_path):
+    save_rambler(tmp_path / "rambler", talker)
+    directory = pages(tmp_path / "rambler", "--dtype", "float32")
+    shown = open_page(serve(directory))
+    shown.fill("#question", "hi")
+    shown.press("#question", "Enter")
+    shown.wait_for_function("() => document.querySelector('#log .assistant')?.innerText.length > 10")
+    shown.keyboard.press("Escape")
+    wait_for_end(shown)
+    assert len(shown.locator("#log .assistant").inner_text()) > 10
+
+
+def test_a_model_that_is_too_large_and_a_file_say_what_to_do(talker, pages, serve, page, tmp_path):
+    directory = pages(talker, "--dtype", "float32")
+    about = json.loads((directory / "model.json").read_text())
+    large = shutil.copytree(directory, tmp_path / "large")
+    (large / "model.json").write_text(json.dumps(about | {"bytes": 3_000_000_000}))
+    page.goto(serve(large))
+    page.get_by_text("3000 MB, more than a tab can hold").wait_for()
+    page.goto(f"file://{directory}/index.html")
+    page.get_by_text("hf-pretrain serve DIRECTORY").wait_for()
+
+
+@pytest.mark.parametrize("source", ["experts", "embedded:smollm2"])
+def test_greedy_tokens_are_those_of_the_chat(source, talker, pages, serve, open_page, tmp_path):
+    if source == "experts":
+        tokenizer, source = load_tokenizer(talker), tmp_path / source
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "qk_norm": True, "hidden_size": 64}
+        model = toy_model(vocab_size=len(tokenizer), initializer_range=0.3, max_position_embeddings=512, **sizes)
+        model.save_pretrained(source)
+        tokenizer.save_pretrained(source)
+    sampling = ["--temperature", "0", "--max_new_tokens", "24", "--repetition_penalty", "1"]
+    words = ["--model_name_or_path", str(source), *sampling]
+    question = "What is the capital of France?"
+    printed = run("chat", *words, text=f"{question}\n")
+    page = open_page(serve(pages(source, "--dtype", "float16")))
+    page.fill("#max_tokens", "24")
+    page.fill("#repetition_penalty", "1")
+    answer = ask(page, question)
+    # The chat shows the names of reserved tokens.
+    printed = re.sub(r"<\|reserved_\d+\|>", "", printed)
+    assert len(answer) > 5 and " ".join(answer.split()) in " ".join(printed.split())
+
+
+def test_a_space_shows_the_model_by_one_link(talker, serve, open_page, tmp_path, monkeypatch):
+    with HubServer() as hub:
+        connect(monkeypatch, hub.endpoint)
+        words = ["--from", str(talker), "--to", str(tmp_path / "web"), "--format", "web", "--push"]
+        printed = run("convert", *words, "--hub_model_id", "mine", "--hub_license", "mit", **hub.client_environment())
+        [(repo_id, repo)] = hub.repos.items()
+        assert f"/spaces/{repo_id}" in printed
+        created = next(json.loads(each.body) for each in hub.requests if each.path == "/api/repos/create")
+        assert (created["type"], created["sdk"]) == ("space", "static")
+        copy = Path(snapshot_download(repo_id, repo_type="space", local_dir=tmp_path / "copy"))
+    card = yaml.safe_load((copy / "README.md").read_text().split("---")[1])
+    assert (card["title"], card["sdk"], card["license"]) == ("mine", "static", "mit")
+    assert card["custom_headers"] == {
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-embedder-policy": "require-corp",
+    }
+    assert ask(open_page(serve(copy)), QUESTION) == "It is four."
