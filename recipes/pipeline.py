@@ -56,10 +56,12 @@ from hf_pretrain.training.training_arguments import LMTrainingArguments, values_
 
 STATE_NAMES = (OPTIMIZER_NAME, SCHEDULER_NAME)
 # Flags of pretraining that this loop does not read, and that would change the result.
-UNREAD: tuple[str, ...] = ("fp16", "fp8", "deepspeed", "fsdp_size", "dp_replicate_size", "ep_size")
-UNREAD += ("fit_micro_batch", "gradient_checkpointing", "activation_checkpointing", "max_minutes", "early_stopping_patience")
-UNREAD += ("skip_spikes", "load_best_model_at_end", "push_to_hub", "dry_run", "preview", "profile")
-UNREAD += ("label_smoothing_factor", "neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy")
+UNREAD = (
+    "fp16", "fp8", "deepspeed", "fsdp_size", "dp_replicate_size", "ep_size", "fit_micro_batch",
+    "gradient_checkpointing", "activation_checkpointing", "max_minutes", "early_stopping_patience", "skip_spikes",
+    "load_best_model_at_end", "push_to_hub", "dry_run", "preview", "profile", "label_smoothing_factor",
+    "neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy",
+)  # fmt: skip
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
