@@ -63,6 +63,12 @@ def check_launch(args: Any) -> None:
                 f"accelerate launch sets {name}, which is not supported. Leave its setting out, and pass "
                 "--torch_compile_backend or --fsdp_size to the recipe instead."
             )
+    sizes = args.parallelism_config
+    if sizes is not None and sizes.cp_size * sizes.sp_size > 1:
+        raise UserError(
+            "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "
+            "labels within a row. Use data parallelism, ZeRO or --fsdp_size."
+        )
     # `args.world_size` is not known yet: transformers sets it when it starts the process group.
     _check_layout(args, int(os.environ.get("WORLD_SIZE", 1)))
     if args.deepspeed and "RANK" not in os.environ:

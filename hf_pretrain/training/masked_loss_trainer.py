@@ -124,11 +124,6 @@ class MaskedLossTrainer(RunTrainer):
             # NOTE: Trainer's label smoother shifts the labels only for classes in transformers' own list of causal
             # language models. It would train MiniMind to copy its input.
             raise UserError("The masked loss does not support --label_smoothing_factor. Leave it at 0.")
-        if self.get_cp_size() * self.get_sp_size() > 1:
-            raise UserError(
-                "Context and sequence parallelism are not supported: they cut rows apart, and the masked loss shifts "
-                "labels within a row. Use data parallelism, ZeRO or --fsdp_size."
-            )
 
     def _row_source(self, dataset, description, batch_size, sampler_fn, is_training) -> RowSource:
         """Pad the rows to whole global batches, or leave out the last ones with `--dataloader_drop_last`."""

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from accelerate import ParallelismConfig
 from datasets import IterableDataset
 from transformers import DataCollatorWithFlattening, DefaultDataCollator, LlamaConfig, LlamaForCausalLM
 
@@ -172,6 +173,9 @@ MISTAKES = [
     Mistake("--mixed_precision fp8 is not the precision", typed("--bf16", MIXED_PRECISION="fp8")),
     Mistake("--mixed_precision bf16 is not the precision", typed("--bf16 false", MIXED_PRECISION="bf16")),
     Mistake("DYNAMO_BACKEND, which is not supported. .*--torch_compile_backend", typed(DYNAMO_BACKEND="INDUCTOR")),
+    Mistake("USE_PARALLELISM_CONFIG, which is not supported. .*--fsdp_size", typed(USE_PARALLELISM_CONFIG="true")),
+    Mistake("Context and sequence parallelism are not", trained(parallelism_config=ParallelismConfig(cp_size=2))),
+    Mistake("Context and sequence parallelism are not", trained(parallelism_config=ParallelismConfig(sp_size=2))),
     Mistake("FSDP version 1 is not supported. Write `fsdp_version: 2`", partial(launch.complete_fsdp_args, {})),
     Mistake("pass --fsdp_size N", typed("--fsdp")),
     Mistake("launch with torchrun and pass --fsdp_size N", typed(USE_FSDP="true")),

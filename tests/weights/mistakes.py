@@ -227,12 +227,12 @@ MISTAKES = [
     Mistake("bos_token_id", changed("B_dense", bos_token_id="x")),
     Mistake("sliding_window=64 in .* a Mistral", changed("C_dense", model_type="mistral", sliding_window=64)),
     # Formats
-    Mistake(r"llama cannot hold q/k norms.*: minimind, upstream, qwen3, gguf\.$", fit("llama", qk_norm=True)),
-    Mistake(r"attention without q/k norms.*: minimind, upstream, llama, gguf\.$", fit("qwen3")),
-    Mistake(r"llama .*experts.*: minimind, upstream, ernie4_5_moe, gguf\.$", fit("llama", num_experts=4)),
+    Mistake(r"llama cannot hold q/k norms.*: minimind, upstream, qwen3, gguf, web\.$", fit("llama", qk_norm=True)),
+    Mistake(r"attention without q/k norms.*: minimind, upstream, llama, gguf, web\.$", fit("qwen3")),
+    Mistake(r"llama .*experts.*: minimind, upstream, ernie4_5_moe, gguf, web\.$", fit("llama", num_experts=4)),
     Mistake(r"hold shared experts. .*model: minimind\.$", fit("qwen3_moe", **MOE, qk_norm=True)),
-    Mistake(r"v2 .* an untied .*: minimind, llama, gguf\.$", fit("upstream", tie_word_embeddings=False)),
-    Mistake(r"a head_dim other than .*: minimind, llama, gguf\.$", fit("upstream", head_dim=16)),
+    Mistake(r"v2 .* an untied .*: minimind, llama, gguf, web\.$", fit("upstream", tie_word_embeddings=False)),
+    Mistake(r"a head_dim other than .*: minimind, llama, gguf, web\.$", fit("upstream", head_dim=16)),
     Mistake(
         "normalised top-1 routing. .*: minimind, ernie4_5_moe, gguf", fit("upstream", **MOE, num_experts_per_tok=1)
     ),
