@@ -207,17 +207,19 @@ def take_step(pipeline: Pipeline, schedule: Any, batch: dict[str, Any], args: Pi
     loss = torch.stack(losses).sum().detach() if is_last else torch.zeros((), device=args.device)
     for name in ("pp", "dp"):
         dist.all_reduce(loss, group=pipeline.mesh.get_group(name))
-    return loss.item()
+    value = loss.item()
+    for stage in pipeline.stages:
+        stage.end_step()
+    return value
 
 
 def describe_meter(pipeline: Pipeline, seconds: float, args: PipelineArguments, per_rank: int) -> str:
     """Return what the ranks waited and sent, beside the formulas. All ranks call this function."""
     busy = sum(stage.busy_seconds for stage in pipeline.stages)
     sent = sum(stage.bytes_sent for stage in pipeline.stages)
-    own = torch.tensor([1 - busy / seconds, sent, pipeline.bytes_of_gradients], dtype=torch.float64)
-    found = [torch.zeros_like(own) for _ in range(args.world_size)]
-    dist.all_gather(found, own)
-    idle, activations, gradients = torch.stack(found).mean(0).tolist()
+    means = torch.tensor([1 - busy / seconds, sent, pipeline.bytes_of_gradients], device=args.device)
+    dist.all_reduce(means)
+    idle, activations, gradients = (means / args.world_size).tolist()
     share = bubble_share(args.pp_size, args.gradient_accumulation_steps, per_rank)
     return (
         f"A process spent {idle:.0%} of the time outside of its stages (bubble of {args.pp_schedule}: {share:.0%}), "

@@ -131,6 +131,7 @@ class MeasuredStage(PipelineStage):
         outputs = torch.empty((), device=device, requires_grad=True) if module.is_last else (hidden, *aux_loss)
         super().__init__(module, index, num_stages, device, input_args=inputs, output_args=outputs, group=group)
         self.busy_seconds, self.bytes_sent = 0.0, 0
+        self._spans: list[tuple[Any, Any]] = []
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         return self._timed(super().forward_one_chunk, *args, **kwargs)
@@ -139,10 +140,23 @@ class MeasuredStage(PipelineStage):
         return self._timed(super().backward_one_chunk, *args, **kwargs)
 
     def _timed(self, compute: Any, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start = self._clock()
         result = compute(*args, **kwargs)
-        self.busy_seconds += time.perf_counter() - start
+        self._spans.append((start, self._clock()))
         return result
+
+    def _clock(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device.type, enable_timing=True)
+        event.record()
+        return event
+
+    def end_step(self) -> None:
+        """Add up the seconds of a step that the device has ended."""
+        for start, end in self._spans:
+            self.busy_seconds += end - start if self.device.type == "cpu" else start.elapsed_time(end) / 1e3
+        self._spans.clear()
 
     def get_fwd_send_ops(self, *args: Any) -> list[Any]:
         return self._counted(super().get_fwd_send_ops(*args))
@@ -161,7 +175,7 @@ class Pipeline:
 
     Args:
         model ([`MiniMindForCausalLM`]): the whole model, equal on all ranks. It loses what it does not compute.
-        mesh ([`~torch.distributed.device_mesh.DeviceMesh`]): the mesh of all ranks.
+        mesh ([`~torch.distributed.device_mesh.DeviceMesh`]): the mesh of all ranks, `pp` first.
         rows (`tuple[int, int]`): number and length of the rows of a micro-batch.
         stages_per_rank (`int`): more than one for interleaved schedules.
 
@@ -188,18 +202,18 @@ class Pipeline:
             for module, index in zip(self.modules, own, strict=True)
         ]
         self.weights = {name: weight for each in self.modules for name, weight in each.shell.named_parameters()}
+        # A row has the ranks with the same layers, which share out what Muon computes, and a column is a pipeline.
+        grid = mesh.mesh.flatten(1)
+        row, column = (grid == dist.get_rank()).nonzero()[0].tolist()
+        self.ranks_of_stage = [dist.new_group(ranks) for ranks in grid.tolist()][row]
+        # In a group of NCCL, gathered objects would need the memory of the GPUs.
+        self._gathering = [dist.new_group(ranks, backend="gloo") for ranks in grid.T.tolist()][column]
         # The first and the last rank of each pipeline have the tied matrix.
         self._tied = self._tied_group = None
         if config.tie_word_embeddings and size > 1:
-            ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0).flatten(1)
-            groups = [dist.new_group([first, last]) for first, last in zip(*ranks[[0, -1]].tolist(), strict=True)]
-            place = (ranks == dist.get_rank()).nonzero()[0]
-            if int(place[0]) in (0, size - 1):
-                self._tied, self._tied_group = "model.embed_tokens.weight", groups[int(place[1])]
-        # The ranks with the same layers share out what Muon computes.
-        grid = mesh.mesh.movedim(mesh.mesh_dim_names.index("pp"), 0).flatten(1).tolist()
-        stage_groups = [dist.new_group(ranks) for ranks in grid]
-        self.ranks_of_stage = stage_groups[own[0]]
+            groups = [dist.new_group(ends) for ends in grid[[0, -1]].T.tolist()]
+            if row in (0, size - 1):
+                self._tied, self._tied_group = "model.embed_tokens.weight", groups[column]
         self._is_tied_copy = self._tied is not None and own[0] > 0
         self.bytes_of_gradients = 0
 
@@ -215,10 +229,11 @@ class Pipeline:
 
     def clip_gradients(self, limit: float) -> float:
         """Clip the gradients to a norm of `limit`, 0 for none, and return their norm. All ranks call this method."""
-        split, whole = torch.zeros(()), torch.zeros(())
+        # NCCL adds up on GPUs only.
+        split, whole = torch.zeros(2, device=self.stages[0].device)
         for name, weight in self.weights.items():
             if not (self._is_tied_copy and name == self._tied):
-                square = _local(weight.grad).square().sum().cpu()
+                square = _local(weight.grad).square().sum()
                 split, whole = (split + square, whole) if isinstance(weight, DTensor) else (split, whole + square)
         dist.all_reduce(split, group=self.mesh.get_group("tp"))
         total = split + whole
@@ -238,10 +253,10 @@ class Pipeline:
             own (`dict`): tensors, or `dict`s with them, by the names of this rank's weights.
         """
         own = {name: _whole(value) for name, value in own.items()}
-        first = dist.get_process_group_ranks(self.mesh.get_group("pp"))[0]
+        first = dist.get_process_group_ranks(self._gathering)[0]
         parts: list[Any] = [None] * self.mesh["pp"].size()
         is_first = dist.get_rank() == first
-        dist.gather_object(own, parts if is_first else None, dst=first, group=self.mesh.get_group("pp"))
+        dist.gather_object(own, parts if is_first else None, dst=first, group=self._gathering)
         return {name: value for part in parts for name, value in part.items()} if dist.get_rank() == 0 else {}
 
 
@@ -281,13 +296,12 @@ def split_matrices(stage: DecoderStage, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def bubble_share(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> float:
+def bubble_share(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> float:
     """
     Return the share of a step in which a rank waits, `(p - 1) / (v * m + p - 1)` for `p` ranks with `v` stages each
     and `m` micro-batches (https://arxiv.org/abs/2104.04473, section 2.2).
     """
-    idle = num_stages // stages_per_rank - 1
-    return idle / (stages_per_rank * num_microbatches + idle)
+    return (num_ranks - 1) / (stages_per_rank * num_microbatches + num_ranks - 1)
 
 
 def sum_in_place(tensors: Iterable[torch.Tensor], group: Any) -> int:
