@@ -4,6 +4,7 @@ with experts, and a run that moves between both recipes.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def train(workspace: Path, output_dir: Path, way: str, *words: str) -> list[dict
         line = [*launcher_command("torchrun", processes), recipe, *line[2:], *flags.split(), *sizes]
     result = start(line)
     assert result.returncode == 0, f"{way}: {result.stdout[-4000:]}"
+    (output_dir / "printed.txt").write_text(result.stdout)
     entries = [json.loads(text) for text in (output_dir / "log.jsonl").read_text().splitlines()]
     return [entry for entry in entries if "loss" in entry]
 
@@ -52,6 +54,17 @@ def train(workspace: Path, output_dir: Path, way: str, *words: str) -> list[dict
 def compare(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
     for name in ("step", "loss", "learning_rate"):
         assert [each[name] for each in found] == pytest.approx([each[name] for each in expected], abs=tolerance), name
+
+
+def check_meter(way: str, output_dir: Path) -> None:
+    printed = (output_dir / "printed.txt").read_text()
+    idle, bubble, sent = re.search(r"spent (\d+)% .*: (\d+)%\), and sent (\S+) MB between stages", printed).groups()
+    # One of m + 1 slots with m micro-batches, and half a slot for two stages per process.
+    assert bubble == {"interleaved": "11", "3d": "33"}.get(way, "20")
+    assert 0 < int(idle) < 100
+    # Two processes send hidden states or gradients, and a router loss, over one boundary of stages or over three.
+    numbers = STEPS * int(WAYS[way][3]) * (2 * 32 * 32 + 1)
+    assert float(sent) == pytest.approx(4 * numbers * (3 if way == "interleaved" else 1) / 1e6, abs=0.051)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +86,7 @@ def test_a_pipeline_equals_one_process(way, optimizer, workspace, one_process, t
     path, expected = one_process(optimizer)
     found = train(workspace, tmp_path, way, "--save_strategy", "no", *optimizer.split())
     compare(found, expected, TOLERANCES[optimizer])
+    check_meter(way, tmp_path)
     if optimizer == SGD:
         norms = [each["grad_norm"] for each in expected]
         assert [each["grad_norm"] for each in found] == pytest.approx(norms, rel=1e-4)
