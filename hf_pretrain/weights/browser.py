@@ -25,10 +25,18 @@ from .gguf import FILE_NAME
 
 
 VERSION = "3.13.0"
-SHA256 = "a9eaac205ff9a1d6fdbea395a48652bd5febc56511a7b66b736d862bf726d2d5"
-# The file in the archive, and its name in the directory.
-ENGINE_FILES = {"package/esm/index.min.js": "wllama.js", "package/esm/wasm/wllama.wasm": "wllama.wasm"}
-ENGINE_FILES |= {"package/LICENCE": "wllama-LICENCE.txt"}
+# Archives of the npm registry: digest, and names of files there and in the directory. The second one is for Safari
+# and older browsers.
+ENGINES = {
+    "wllama": (
+        "a9eaac205ff9a1d6fdbea395a48652bd5febc56511a7b66b736d862bf726d2d5",
+        {"esm/index.min.js": "wllama.js", "esm/wasm/wllama.wasm": "wllama.wasm", "LICENCE": "wllama-LICENCE.txt"},
+    ),
+    "wllama-compat": (
+        "4114beb68a61a0ab14ac3fe4416648b45d8a940e2e6aed5fe91eb6328ba6479d",
+        {"wasm/wllama.js": "wllama-compat.js", "wasm/wllama.wasm": "wllama-compat.wasm"},
+    ),
+}
 PAGE = Path(__file__).with_name("browser_page")
 # Some servers of static files, such as the Hub's, and browsers' caches refuse larger files.
 PART_BYTES = 500_000_000
@@ -37,21 +45,21 @@ MOST_POSITIONS = 8192
 _QUESTION = [{"role": "user", "content": "Why?"}]
 
 
-def find_engine() -> Path:
+def find_engine(name: str) -> Path:
     """
-    Return the archive of the engine in the cache. If it is not there, download it from the npm registry, or from
-    the one that `NPM_CONFIG_REGISTRY` names.
+    Return an archive of `ENGINES` in the cache. If it is not there, download it from the npm registry, or from the
+    one that `NPM_CONFIG_REGISTRY` names.
 
     Raises:
         `UserError`: if the registry cannot be reached, or sends another archive.
     """
     directory = Path(HF_HOME, "hf_pretrain", "engines")
     directory.mkdir(parents=True, exist_ok=True)
-    archive = directory / f"wllama-{VERSION}.tgz"
+    archive = directory / f"{name}-{VERSION}.tgz"
     with locked(directory / f"{archive.name}.lock", patience_seconds=600):
         if not archive.is_file():
             registry = os.environ.get("NPM_CONFIG_REGISTRY", "https://registry.npmjs.org").rstrip("/")
-            url = f"{registry}/@wllama/wllama/-/{archive.name}"
+            url = f"{registry}/@wllama/{name}/-/{archive.name}"
             announce(f"downloading {url}")
             with written_whole(directory) as scratch:
                 try:
@@ -59,14 +67,10 @@ def find_engine() -> Path:
                         (scratch / archive.name).write_bytes(response.read())
                 except (urllib.error.URLError, TimeoutError) as error:
                     raise UserError(f"{url} cannot be downloaded: {error}. Put the file into {directory}.") from error
-                _check(scratch / archive.name)
-    _check(archive)
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != ENGINES[name][0]:
+        archive.unlink()
+        raise UserError(f"{archive} was another archive than that of wllama {VERSION}, and is deleted. Try again.")
     return archive
-
-
-def _check(archive: Path) -> None:
-    if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
-        raise UserError(f"{archive} is not the archive of wllama {VERSION} that this package knows. Remove it.")
 
 
 def write_page(
@@ -83,19 +87,20 @@ def write_page(
     """
     check_chat_template(tokenizer)
     (directory / "Modelfile").unlink(missing_ok=True)
-    engine, parts = find_engine(), _cut(directory / FILE_NAME)
-    with tarfile.open(engine) as archive:
-        for name, target in ENGINE_FILES.items():
-            source = archive.extractfile(name)
-            assert source is not None
-            with source, (directory / target).open("wb") as file:
-                shutil.copyfileobj(source, file)
+    parts = _cut(directory / FILE_NAME)
+    for engine, (_, files) in ENGINES.items():
+        with tarfile.open(find_engine(engine)) as archive:
+            for name, target in files.items():
+                source = archive.extractfile(f"package/{name}")
+                assert source is not None
+                with source, (directory / target).open("wb") as file:
+                    shutil.copyfileobj(source, file)
     prompts = {tuple(encode_prompt(tokenizer, _QUESTION, enable_thinking=each)) for each in (True, False)}
     about: dict[str, Any] = {
         "name": model_name,
         "parts": parts,
         "bytes": sum(part["bytes"] for part in parts),
-        "engine_bytes": sum((directory / name).stat().st_size for name in ENGINE_FILES.values()),
+        "engine_bytes": sum((directory / name).stat().st_size for name in ENGINES["wllama"][1].values()),
         "context": min(model.config.max_position_embeddings, MOST_POSITIONS),
         "sampling": DEFAULT_SAMPLING | own_sampling(model.generation_config),
         "thinks": len(prompts) > 1,
@@ -104,7 +109,7 @@ def write_page(
     text = json.dumps(about, indent=1, ensure_ascii=False)
     (directory / "model.json").write_text(text + "\n", encoding="utf-8")
     # The caches of earlier pages are of no use for another model.
-    version = hashlib.sha256(text.encode() + SHA256.encode()).hexdigest()[:16]
+    version = hashlib.sha256(text.encode() + VERSION.encode()).hexdigest()[:16]
     for path in PAGE.iterdir():
         content = path.read_text(encoding="utf-8")
         if path.name == "worker.js":

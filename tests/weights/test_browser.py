@@ -154,6 +154,15 @@ def test_a_page_of_a_plain_server_has_threads_and_works_offline(talker, pages, p
     assert ask(page, QUESTION) == WITH_THOUGHTS
 
 
+def test_a_browser_without_new_features_answers_too(talker, pages, serve, page, open_page):
+    # Safari has no JavaScript promise integration.
+    page.add_init_script("delete WebAssembly.Suspending")
+    urls = []
+    page.on("request", lambda request: urls.append(request.url))
+    assert ask(open_page(serve(pages(talker, "--dtype", "float32"))), QUESTION) == WITH_THOUGHTS
+    assert any(url.endswith("wllama-compat.wasm") for url in urls)
+
+
 def test_an_answer_is_stopped(talker, pages, serve, open_page, tmp_path):
     save_rambler(tmp_path / "rambler", talker)
     directory = pages(tmp_path / "rambler", "--dtype", "float32")

@@ -72,7 +72,9 @@ async function load() {
   $("status").textContent = t("starting");
   const { Wllama, LoggerWithoutDebug } = await import("./wllama.js");
   wllama = new Wllama({ default: new URL("wllama.wasm", location).href }, { logger: LoggerWithoutDebug });
-  wllama.setCompat(null);
+  // Safari and older browsers lack what the faster engine needs.
+  const compat = kind => new URL(`wllama-compat.${kind}`, location).href;
+  wllama.setCompat({ worker: compat("js"), wasm: compat("wasm") }, "firefox_safari");
   // Hyperthreads help little, and small machines have none.
   const n_threads = Math.min(navigator.hardwareConcurrency, Math.max(2, navigator.hardwareConcurrency / 2));
   await wllama.loadModel([new Blob(blobs)], { n_ctx: model.context, n_threads, jinja: true, reasoning_format: "deepseek" });
