@@ -186,6 +186,18 @@ def test_a_model_that_is_too_large_and_a_file_say_what_to_do(talker, pages, serv
     page.get_by_text("hf-pretrain serve DIRECTORY").wait_for()
 
 
+def test_a_failed_download_is_named_and_tried_again(talker, pages, serve, page, tmp_path):
+    directory = shutil.copytree(pages(talker, "--dtype", "float32"), tmp_path / "page")
+    (directory / "model.gguf").rename(tmp_path / "model.gguf")
+    page.set_default_timeout(TIMEOUT)
+    page.goto(serve(directory))
+    page.locator("#load").click()
+    page.get_by_text("model.gguf: 404").wait_for()
+    (tmp_path / "model.gguf").rename(directory / "model.gguf")
+    page.locator("#load").click()
+    page.locator("#question:enabled").wait_for()
+
+
 @pytest.mark.parametrize("source", ["experts", "embedded:smollm2"])
 def test_greedy_tokens_are_those_of_the_chat(source, talker, pages, serve, open_page, tmp_path):
     if source == "experts":

@@ -53,6 +53,15 @@ function label() {
 
 async function load() {
   $("load").hidden = true;
+  try {
+    await start();
+  } catch (error) {
+    show("error", String(error.message ?? error));
+    $("load").hidden = false;
+  }
+}
+
+async function start() {
   const total = model.bytes;
   const blobs = [];
   let loaded = 0;
@@ -188,6 +197,7 @@ function act(event) {
 }
 
 label();
+$("load").addEventListener("click", load);
 $("form").addEventListener("submit", act);
 $("question").addEventListener("keydown", event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) act(event);
@@ -210,5 +220,4 @@ if (model.bytes > MOST_BYTES) {
 } else {
   $("status").textContent = t("size", megabytes(model.bytes + model.engine_bytes));
   $("load").hidden = false;
-  $("load").addEventListener("click", () => load().catch(error => show("error", String(error.message ?? error))));
 }
