@@ -11,9 +11,10 @@ of the other in both directions. It evaluates nothing during the run; `hf-pretra
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from hf_pretrain.checkpoints.directory import checkpoint_path, rotate_checkpoints
-from hf_pretrain.checkpoints.writer import CheckpointWriter, checkpoint_bytes, write_model
+from hf_pretrain.checkpoints.writer import CheckpointWriter, cast_files, checkpoint_bytes, write_model
 from hf_pretrain.loading.adapters import AdapterArguments
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
@@ -40,24 +41,25 @@ from hf_pretrain.run_directory.metrics import NATS
 from hf_pretrain.runtime.command_line import one_line_errors
 from hf_pretrain.runtime.errors import UserError
 from hf_pretrain.runtime.flags import ignored_flag
-from hf_pretrain.runtime.ranks import leave_process_group
+from hf_pretrain.runtime.ranks import leave_process_group, on_main_process
 from hf_pretrain.tokenizer.training import load_or_train_tokenizer
 from hf_pretrain.training.evaluation_arguments import EvalTaskArguments
 from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.pipeline import Pipeline, bubble_share
 from hf_pretrain.training.pipeline_optimizer import PipelineOptimizer
 from hf_pretrain.training.reporting import report
-from hf_pretrain.training.resume_check import check_resume, describe_run
+from hf_pretrain.training.resume_check import ADAPTIVE, check_resume, describe_run
 from hf_pretrain.training.run import Run, begin_run, set_generation_defaults
 from hf_pretrain.training.settling import settle
 from hf_pretrain.training.step_loss import count_step
+from hf_pretrain.training.stopping import end_nonfinite_run, end_stopped_run
 from hf_pretrain.training.training_arguments import LMTrainingArguments, values_by_name
 
 
 STATE_NAMES = (OPTIMIZER_NAME, SCHEDULER_NAME)
 # Flags of pretraining that this loop does not read, and that would change the result.
 UNREAD = (
-    "fp16", "fp8", "deepspeed", "fsdp_size", "dp_replicate_size", "ep_size", "fit_micro_batch",
+    "fp16", "fp8", "deepspeed", "fsdp_size", "dp_replicate_size", "ep_size", "use_liger_kernel", "save_only_model",
     "gradient_checkpointing", "activation_checkpointing", "max_minutes", "early_stopping_patience", "skip_spikes",
     "load_best_model_at_end", "push_to_hub", "dry_run", "preview", "profile", "label_smoothing_factor",
     "neftune_noise_alpha", "dataloader_drop_last", "train_sampling_strategy",
@@ -81,18 +83,39 @@ class PipelineArguments(LMTrainingArguments):
     )  # fmt: skip
 
     def __post_init__(self):
+        defaults = {each.name: each.default for each in fields(self)}
+        for name in UNREAD:
+            if vars(self)[name] != defaults[name]:
+                raise UserError(f"--{name} {vars(self)[name]} has no effect in a pipeline. Leave it out.")
+        if self.lr_scheduler_type in ADAPTIVE:
+            raise UserError(f"--lr_scheduler_type {self.lr_scheduler_type} evaluates, and a pipeline does not.")
+        if self.save_strategy not in ("no", "steps"):
+            raise UserError("A pipeline saves by steps. Pass --save_strategy steps or no.")
+        self._settle_micro_batches()
         # transformers would split the model that it loads over all processes.
         sizes = self.mesh_sizes = self.pp_size, self.dp_size, self.tp_size
         self.tp_size = 1
         super().__post_init__()
-        for name in UNREAD:
-            if vars(self)[name] not in (None, False, 1, "random"):
-                raise UserError(f"--{name} {vars(self)[name]} has no effect in a pipeline. Leave it out.")
-        if math.prod(sizes) != self.world_size:
+        # The choice for older GPUs, whose loss scaling this loop does not have.
+        self.fp16 = False
+        if math.prod(sizes) != self.world_size or "RANK" not in os.environ:
             raise UserError(
                 f"--pp_size {sizes[0]} x --dp_size {sizes[1]} x --tp_size {sizes[2]} needs {math.prod(sizes)} "
                 f"processes, and {self.world_size} run. Launch with torchrun --standalone --nproc_per_node "
                 f"{math.prod(sizes)} recipes/pipeline.py ..."
+            )
+
+    def _settle_micro_batches(self) -> None:
+        """Cut the rows of a step into enough micro-batches, unless the user has named their size."""
+        rows, enough = self.per_device_train_batch_size * self.gradient_accumulation_steps, 4 * self.pp_size
+        if self.fit_micro_batch and self.gradient_accumulation_steps < enough and rows % enough == 0:
+            self.per_device_train_batch_size, self.gradient_accumulation_steps = rows // enough, enough
+        self.fit_micro_batch = False
+        rest = self.gradient_accumulation_steps % self.pp_size if self.pp_schedule == "interleaved" else 0
+        if self.gradient_accumulation_steps < self.pp_size or rest:
+            raise UserError(
+                f"--pp_size {self.pp_size} with --pp_schedule {self.pp_schedule} needs as many micro-batches or more, "
+                f"interleaved a multiple, and --gradient_accumulation_steps is {self.gradient_accumulation_steps}."
             )
 
     @property
@@ -137,7 +160,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, args: PipelineArg
     if is_stream(rows.train):
         raise UserError("A pipeline reads no stream. Leave --streaming out.")
     source = model_args if run.checkpoint is None else replace(model_args, model_name_or_path=run.checkpoint)
-    model = load_model(source, rows.tokenizer).to(args.device)
+    model = load_model(source, rows.tokenizer)
     run.facts.datasets, run.facts.data, run.facts.data_kind = rows.names, rows.report, rows.kind
     if model.config.dropout:
         raise UserError("A pipeline has no dropout. Pass --config_overrides dropout=0.")
@@ -148,7 +171,7 @@ def main(model_args: ModelArguments, data_args: DataArguments, args: PipelineArg
     mesh = init_device_mesh(args.device.type, args.mesh_sizes, mesh_dim_names=("pp", "dp", "tp"))
     optimizer, per_rank = PipelineOptimizer(model, args), 2 if args.pp_schedule == "interleaved" else 1
     shape = (args.per_device_train_batch_size, data_args.max_length)
-    pipeline = Pipeline(model, mesh, shape, per_rank)
+    pipeline = Pipeline(model, mesh, shape, per_rank, device=args.device)
     make_schedule = partial(SCHEDULES[args.pp_schedule], loss_fn=lambda loss, _: loss, scale_grads=False)
     schedule = make_schedule(pipeline.stages if per_rank > 1 else pipeline.stages[0], args.gradient_accumulation_steps)
 
@@ -158,31 +181,37 @@ def main(model_args: ModelArguments, data_args: DataArguments, args: PipelineArg
     saved = Saved(run, rows, pipeline, optimizer, num_steps, checkpoint_bytes(model, args))
     # The layers of other ranks are of no more use.
     del model
-    start, first = time.perf_counter(), saved.load()
+    first, seconds = saved.load(), 0.0
     with run.signals.listening():
-        for batch in itertools.islice(order.batches(first), num_steps - first):
-            loss = take_step(pipeline, schedule, batch, args)
-            norm = pipeline.clip_gradients(args.max_grad_norm)
-            if not math.isfinite(norm):
-                raise FloatingPointError(f"The gradient's norm is {norm} in step {saved.state.global_step + 1}.")
+        for batch in itertools.islice(order.batches(first), max(0, num_steps - first)):
+            start = time.perf_counter()
+            losses, num_tokens = take_step(pipeline, schedule, batch, args)
+            seconds += time.perf_counter() - start
+            norm, step = pipeline.clip_gradients(args.max_grad_norm), saved.state.global_step + 1
+            if not math.isfinite(losses["loss"] + norm):
+                end_nonfinite_run(saved.trainer, f"The loss is {losses['loss']}, the gradient's norm {norm}", step)
             optimizer.step()
-            saved.count(loss, norm)
+            saved.count(losses, norm, num_tokens, epoch=step / order.steps_per_epoch)
             stopped = run.ranks.largest(run.signals.number)
             if stopped or saved.is_due():
                 saved.write()
             if stopped:
-                raise SystemExit(128 + stopped)
-    seconds = time.perf_counter() - start
+                end_stopped_run(saved.trainer, stopped)
     saved.write_model()
-    meter = describe_meter(pipeline, seconds, args, per_rank)
+    meter = describe_meter(pipeline, seconds, args, per_rank) if seconds else "The run had ended before"
     if args.process_index == 0:
         print(meter)
     report(saved.trainer, {}, [])
     leave_process_group()
 
 
-def take_step(pipeline: Pipeline, schedule: Any, batch: dict[str, Any], args: PipelineArguments) -> float:
-    """Compute the gradients of a step, added up over the mesh, and return its loss. All ranks call this function."""
+def take_step(
+    pipeline: Pipeline, schedule: Any, batch: dict[str, Any], args: PipelineArguments
+) -> tuple[dict[str, float], int]:
+    """
+    Compute the gradients of a step, added up over the mesh, and return the parts of its loss and its number of tokens.
+    All ranks call this function.
+    """
     group = pipeline.mesh.get_group("dp")
 
     def add_up(sums: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -194,7 +223,7 @@ def take_step(pipeline: Pipeline, schedule: Any, batch: dict[str, Any], args: Pi
     batch = {name: batch[name].to(args.device) for name in names}
     totals = count_step([batch], device=args.device, add_up=add_up)
     for module in pipeline.modules:
-        module.totals = totals
+        module.totals, module.parts = totals, torch.zeros(2, device=args.device)
         module.zero_grad()
     is_first, is_last = pipeline.modules[0].is_first, pipeline.modules[-1].is_last
     losses: list[torch.Tensor] = []
@@ -205,12 +234,15 @@ def take_step(pipeline: Pipeline, schedule: Any, batch: dict[str, Any], args: Pi
     pipeline.add_up_gradients()
     # Only the last stage knows the loss.
     loss = torch.stack(losses).sum().detach() if is_last else torch.zeros((), device=args.device)
+    parts = torch.cat([loss.reshape(1), pipeline.modules[-1].parts])
     for name in ("pp", "dp"):
-        dist.all_reduce(loss, group=pipeline.mesh.get_group(name))
-    value = loss.item()
+        dist.all_reduce(parts, group=pipeline.mesh.get_group(name))
+    values = dict(zip(("loss", "ce_loss", "aux_loss"), parts.tolist(), strict=True))
+    if not pipeline.modules[-1].config.num_experts:
+        del values["aux_loss"]
     for stage in pipeline.stages:
         stage.end_step()
-    return value
+    return values, int(totals.tokens)
 
 
 def describe_meter(pipeline: Pipeline, seconds: float, args: PipelineArguments, per_rank: int) -> str:
@@ -222,7 +254,7 @@ def describe_meter(pipeline: Pipeline, seconds: float, args: PipelineArguments, 
     idle, activations, gradients = (means / args.world_size).tolist()
     share = bubble_share(args.pp_size, args.gradient_accumulation_steps, per_rank)
     return (
-        f"A process spent {idle:.0%} of the time outside of its stages (bubble of {args.pp_schedule}: {share:.0%}), "
+        f"A process spent {idle:.0%} of the steps outside of its stages (bubble of {args.pp_schedule}: {share:.0%}), "
         f"and sent {activations / 1e6:,.1f} MB between stages and {gradients / 1e6:,.1f} MB of gradients"
     )
 
@@ -243,9 +275,12 @@ class Saved:
         self.writer = CheckpointWriter(run.args, lambda: num_bytes)
         # What the parts of the package read of a trainer.
         names = {"run": run, "args": run.args, "model": pipeline.modules[0].shell, "layout": "one file"}
+        is_main, no_callbacks = run.args.process_index == 0, SimpleNamespace(on_train_end=lambda *_: None)
+        names |= {"callback_handler": no_callbacks, "control": None, "is_world_process_zero": lambda: is_main}
         self.trainer = cast(Any, SimpleNamespace(**names))
         self.trainer.processing_class, self.trainer.train_dataset = rows.tokenizer, rows.train
         self.trainer.eval_dataset, self.trainer.state = rows.eval, TrainerState(max_steps=num_steps)
+        self.unlogged: list[dict[str, float]] = []
         self.trainer.accelerator = SimpleNamespace(unwrap_model=lambda each: each)
         self.description = describe_run(self.trainer)
         set_generation_defaults(self.trainer)
@@ -258,9 +293,12 @@ class Saved:
         """Take the states of the checkpoint, if there is one, and return the number of its step."""
         if checkpoint := self.run.checkpoint:
             check_resume(checkpoint, self.description, self.args, self.run.others)
-            options = {"map_location": "cpu", "weights_only": True}
-            self.optimizer.load(*(torch.load(Path(checkpoint, name), **options) for name in STATE_NAMES))
+            self.optimizer.load(checkpoint)
+            max_steps = self.state.max_steps
             self.trainer.state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+            self.state.max_steps = max_steps
+        self.state.compute_steps(self.args, self.state.max_steps)
+        on_main_process(self.args, self.writer.check_space)
         if self.args.process_index == 0:
             self.run.directory.write_log(self.state.log_history, anew=True)
             data = {"names": self.run.facts.datasets, "counts": self.run.facts.data}
@@ -268,22 +306,27 @@ class Saved:
             self.run.directory.record(arguments=values, recipe="pretrain", data=data, loss_unit=NATS)
         return self.state.global_step
 
-    def count(self, loss: float, norm: float) -> None:
-        """Count a step, and log it."""
-        self.state.global_step += 1
-        entry = {"loss": loss, "grad_norm": norm, "learning_rate": self.optimizer.last_rate}
-        entry |= {"step": self.state.global_step}
-        if self.state.global_step % max(1, int(self.args.logging_steps)) == 0 and self.args.process_index == 0:
-            self.state.log_history.append(entry)
-            self.run.directory.write_log([entry | {"max_steps": self.state.max_steps}])
-            print(f"step {self.state.global_step}/{self.state.max_steps}: loss {loss:.4f}", flush=True)
+    def count(self, losses: dict[str, float], norm: float, num_tokens: int, *, epoch: float) -> None:
+        """Count a step, and log the means since the last entry."""
+        state = self.state
+        state.global_step, state.epoch = state.global_step + 1, epoch
+        state.num_input_tokens_seen += num_tokens
+        self.unlogged.append(losses)
+        if state.global_step % state.logging_steps:
+            return
+        entry = {name: sum(each[name] for each in self.unlogged) / len(self.unlogged) for name in losses}
+        entry |= {"grad_norm": norm, "learning_rate": self.optimizer.last_rate, "epoch": epoch}
+        entry |= {"num_input_tokens_seen": state.num_input_tokens_seen, "step": state.global_step}
+        self.unlogged.clear()
+        state.log_history.append(entry)
+        if self.args.process_index == 0:
+            self.run.directory.write_log([entry | {"max_steps": state.max_steps}])
+            print(f"step {state.global_step}/{state.max_steps}: loss {entry['loss']:.4f}", flush=True)
 
     def is_due(self) -> bool:
         """Return whether a checkpoint follows this step."""
-        steps = self.args.save_steps
-        interval = math.ceil(steps * self.state.max_steps) if steps < 1 else int(steps)
         is_last = self.state.global_step == self.state.max_steps
-        return self.args.save_strategy == "steps" and (is_last or self.state.global_step % interval == 0)
+        return self.args.save_strategy == "steps" and (is_last or self.state.global_step % self.state.save_steps == 0)
 
     def write(self) -> None:
         """Write a checkpoint. All ranks call this method."""
@@ -304,6 +347,8 @@ class Saved:
             self._write_weights(source)
             if self.args.process_index == 0:
                 self.state.save_to_json(str(source / TRAINER_STATE_NAME))
+                if self.args.save_dtype:
+                    cast_files(source, self.args.save_dtype)
 
     def _write_weights(self, directory: Path) -> None:
         weights = self.pipeline.gather(dict(self.pipeline.weights))

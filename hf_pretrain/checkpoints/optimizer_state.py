@@ -6,6 +6,7 @@ launcher resumes from it, with any number of processes.
 `load_state_dict` reads, too. `scheduler.pt` holds the schedule. All ranks must call these functions.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def load_optimizer(
     # The state by number of an older version, or of another program.
     has_names = not any(isinstance(name, int) for name in saved["state"])
     if has_names:
-        _check_names(saved, model, directory)
+        check_names(saved, (name for name, _ in model.named_parameters()), directory)
     if is_plain:
         if has_names:
             names = enumerate(_order(model, optimizer))
@@ -116,8 +117,9 @@ def _rates(groups: list[dict[str, Any]]) -> list[float | None]:
     return [group.get("initial_lr") for group in groups]
 
 
-def _check_names(saved: dict[str, Any], model: nn.Module, directory: str | Path) -> None:
-    if unknown := saved["state"].keys() - {name for name, _ in model.named_parameters()}:
+def check_names(saved: dict[str, Any], names: Iterable[str], directory: str | Path) -> None:
+    """Raise `UserError` if the state of an optimizer has parameters that are not among `names`."""
+    if unknown := saved["state"].keys() - set(names):
         raise UserError(
             f"{directory} has the optimizer state of another model: this one has no {sorted(unknown)[:5]}."
         )

@@ -40,7 +40,8 @@ class DecoderStage(nn.Module):
 
     Attributes:
         totals ([`~training.step_loss.StepTotals`]): divisors of the loss; set before each step.
-        ce_loss (`torch.Tensor`): sum of the cross-entropy of the last stage's micro-batches, divided by the totals.
+        parts (`torch.Tensor` of shape `(2,)`): cross-entropy and router loss of the step's micro-batches, divided by
+            the totals; zero but for the last stage.
     """
 
     def __init__(self, model: MiniMindForCausalLM, index: int, num_stages: int):
@@ -59,12 +60,10 @@ class DecoderStage(nn.Module):
         needs_embedding = self.is_first or (self.is_last and model.config.tie_word_embeddings)
         part.embed_tokens = whole.embed_tokens if needs_embedding else nn.Identity()
         part.norm, shell.lm_head = (whole.norm, model.lm_head) if self.is_last else (nn.Identity(), nn.Identity())
-        if not self.is_first:
-            part.dropout = nn.Identity()
         shell.generation_config = model.generation_config
         self.shell, self.config = shell.train(), model.config
         self.totals: StepTotals | None = None
-        self.ce_loss: torch.Tensor | float = 0.0
+        self.parts = torch.zeros(2)
 
     def forward(
         self,
@@ -106,7 +105,7 @@ class DecoderStage(nn.Module):
         loss, ce_loss, _ = self.shell.lm_head(
             hidden_states, labels, loss_mask=loss_mask, num_items_in_batch=self.totals.weights
         )
-        self.ce_loss = self.ce_loss + ce_loss.detach()
+        self.parts = self.parts + torch.stack([ce_loss, aux_loss[0] if has_experts else 0 * ce_loss]).detach()
         return loss + self.config.router_aux_loss_coef * aux_loss[0] if has_experts else loss
 
 
@@ -174,7 +173,8 @@ class Pipeline:
     The stages of this rank, their weights and gradients, in a mesh with the dimensions `pp`, `dp` and `tp`.
 
     Args:
-        model ([`MiniMindForCausalLM`]): the whole model, equal on all ranks. It loses what it does not compute.
+        model ([`MiniMindForCausalLM`]): the whole model, equal on all ranks, on the CPU.
+        device (`torch.device`): where the stages of this rank go.
         mesh ([`~torch.distributed.device_mesh.DeviceMesh`]): the mesh of all ranks, `pp` first.
         rows (`tuple[int, int]`): number and length of the rows of a micro-batch.
         stages_per_rank (`int`): more than one for interleaved schedules.
@@ -187,18 +187,27 @@ class Pipeline:
         `UserError`: for fewer layers than stages, or matrices that cannot be split.
     """
 
-    def __init__(self, model: MiniMindForCausalLM, mesh: DeviceMesh, rows: tuple[int, int], stages_per_rank: int = 1):
+    def __init__(
+        self,
+        model: MiniMindForCausalLM,
+        mesh: DeviceMesh,
+        rows: tuple[int, int],
+        stages_per_rank: int = 1,
+        *,
+        device: torch.device,
+    ):
         config, size = model.config, mesh["pp"].size()
         num_stages, group = size * stages_per_rank, mesh.get_group("pp")
         if num_stages > config.num_hidden_layers:
             raise UserError(f"{num_stages} stages need as many layers, and the model has {config.num_hidden_layers}.")
         own = range(mesh["pp"].get_local_rank(), num_stages, size)
-        self.mesh, self.modules = mesh, [DecoderStage(model, index, num_stages) for index in own]
+        # The whole model may not fit into the memory of one GPU.
+        self.mesh, self.modules = mesh, [DecoderStage(model, index, num_stages).to(device) for index in own]
         if mesh["tp"].size() > 1:
             for module in self.modules:
                 split_matrices(module, mesh["tp"])
         self.stages = [
-            MeasuredStage(module, index, num_stages, rows=rows, device=model.device, group=group)
+            MeasuredStage(module, index, num_stages, rows=rows, device=device, group=group)
             for module, index in zip(self.modules, own, strict=True)
         ]
         self.weights = {name: weight for each in self.modules for name, weight in each.shell.named_parameters()}
@@ -206,8 +215,8 @@ class Pipeline:
         grid = mesh.mesh.flatten(1)
         row, column = (grid == dist.get_rank()).nonzero()[0].tolist()
         self.ranks_of_stage = [dist.new_group(ranks) for ranks in grid.tolist()][row]
-        # In a group of NCCL, gathered objects would need the memory of the GPUs.
-        self._gathering = [dist.new_group(ranks, backend="gloo") for ranks in grid.T.tolist()][column]
+        # In a group of NCCL, gathered objects would need the memory of the GPUs. All pipelines know the same.
+        self._gathering, self._gathers = dist.new_group(grid[:, 0].tolist(), backend="gloo"), column == 0
         # The first and the last rank of each pipeline have the tied matrix.
         self._tied = self._tied_group = None
         if config.tie_word_embeddings and size > 1:
@@ -253,11 +262,11 @@ class Pipeline:
             own (`dict`): tensors, or `dict`s with them, by the names of this rank's weights.
         """
         own = {name: _whole(value) for name, value in own.items()}
-        first = dist.get_process_group_ranks(self._gathering)[0]
+        if not self._gathers:
+            return {}
         parts: list[Any] = [None] * self.mesh["pp"].size()
-        is_first = dist.get_rank() == first
-        dist.gather_object(own, parts if is_first else None, dst=first, group=self._gathering)
-        return {name: value for part in parts for name, value in part.items()} if dist.get_rank() == 0 else {}
+        dist.gather_object(own, parts if dist.get_rank() == 0 else None, dst=0, group=self._gathering)
+        return {name: value for part in parts if part is not None for name, value in part.items()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,16 @@
 """The optimizer of a run whose layers are spread over processes (`pipeline.py`)."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, get_scheduler
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..checkpoints.optimizer_state import check_names
 from ..model.modeling_minimind import MiniMindForCausalLM
-from .optimizers import OPTIMIZERS, Muon, complete_schedule, muon_parameter_groups
+from .optimizers import OPTIMIZERS, Muon, complete_schedule, muon_parameter_groups, restore_settings
 from .pipeline import Pipeline
 from .training_arguments import LMTrainingArguments
 
@@ -63,6 +66,7 @@ class PipelineOptimizer:
             num_training_steps=num_steps,
             scheduler_specific_kwargs=complete_schedule(args, num_steps),
         )
+        self._new_groups = [dict(group) for group in self.optimizer.param_groups]
 
     def step(self) -> None:
         """Update the weights, and then the learning rates. `last_rate` is that of the first group."""
@@ -89,22 +93,34 @@ class PipelineOptimizer:
         whole = {name: state[name] for group in settings.values() for name in group["params"] if name in state}
         return {"state": whole, "param_groups": list(settings.values())}, schedule
 
-    def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
-        """Take the whole states of a checkpoint."""
-        numbers = [number for number, _ in self.own]
-        groups = zip(numbers, self.optimizer.state_dict()["param_groups"], strict=True)
-        own = [state["param_groups"][number] | {"params": group["params"]} for number, group in groups]
+    def load(self, directory: str | Path) -> None:
+        """
+        Take the whole states of a checkpoint, as [`~checkpoints.optimizer_state.load_optimizer`] does.
+
+        Raises:
+            `UserError`: if they belong to another model.
+        """
+        options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+        state, schedule = (torch.load(Path(directory, name), **options) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        check_names(state, [name for group in self.groups for name in group["params"]], directory)
+        own, numbers = self.optimizer.state_dict()["param_groups"], [number for number, _ in self.own]
+        rates = {number: group["initial_lr"] for number, group in zip(numbers, own, strict=True)}
+        # Muon has other groups under DeepSpeed.
+        fits = list(rates.values()) == [group.get("initial_lr") for group in state["param_groups"]]
+        if fits:
+            groups = zip(numbers, own, strict=True)
+            own = [state["param_groups"][number] | {"params": group["params"]} for number, group in groups]
         loaded = {}
         for i, name in enumerate(self._names):
             weight = self.pipeline.weights[name]
             loaded[i] = {key: _like(value, weight) for key, value in state["state"].get(name, {}).items()}
         self.optimizer.load_state_dict({"state": loaded, "param_groups": own})
-        self.scheduler.load_state_dict(
-            {
-                name: [value[i] for i in numbers] if isinstance(value, list) else value
-                for name, value in schedule.items()
-            }
-        )
+        lists = {name: value for name, value in self.scheduler.state_dict().items() if isinstance(value, list)}
+        if fits:
+            lists = {name: [schedule[name][number] for number in numbers] for name in lists}
+        self.scheduler.load_state_dict(schedule | lists)
+        if self.args.allow_inexact_resume or not fits:
+            restore_settings(self.optimizer, self.scheduler, self._new_groups)
 
 
 def _like(value: Any, weight: torch.Tensor) -> Any:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 # Schedules that follow the losses.
-_ADAPTIVE = {"reduce_lr_on_plateau", "greedy"}
+ADAPTIVE = {"reduce_lr_on_plateau", "greedy"}
 # Blocks of a DeepSpeed config that change an update and repeat no flag. transformers refuses a precision, clipping or
 # batch that differs from the flags.
 _DEEPSPEED_COMPARED = ("optimizer", "scheduler")
@@ -242,8 +242,8 @@ def _find_obstacles(
         inexact.append(f"its global batch was {then['global_batch']} rows and is now {now['global_batch']}")
     changed = _changes(then["settings"], now["settings"], prefix="--")
     schedules = {run["settings"]["lr_scheduler_type"] for run in (then, now)}
-    fixed = {"state", "schedule"} if schedules & _ADAPTIVE else {"state"}
-    if then["layout"] != now["layout"] and schedules & _ADAPTIVE:
+    fixed = {"state", "schedule"} if schedules & ADAPTIVE else {"state"}
+    if then["layout"] != now["layout"] and schedules & ADAPTIVE:
         # Its state has a learning rate for each parameter group, and launchers have different groups.
         fatal.append(f"its schedule adapts, and its state fits the layout {then['layout']}, not {now['layout']}")
     fatal += [changed.pop(name) for name in [*changed] if meanings.get(name) in fixed]
