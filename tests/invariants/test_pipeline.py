@@ -5,13 +5,16 @@ with experts, and a run that moves between both recipes.
 
 import json
 import re
+import signal
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.faults.driving import STEPS, command, make_workspace
+from tests.faults.driving import STEPS, command, make_workspace, zero
 from tests.invariants.launching import launcher_command, start
 
 
@@ -36,15 +39,22 @@ def workspace(tmp_path_factory) -> Path:
     return make_workspace(tmp_path_factory.mktemp("pipeline"), num_hidden_layers=4, dropout=0.0, qk_norm=True)
 
 
-def train(workspace: Path, output_dir: Path, way: str, *words: str) -> list[dict[str, float]]:
-    """Train one way, or "python", and return the log entries of its steps."""
+def command_line(workspace: Path, output_dir: Path, way: str, *words: str) -> list[str]:
+    """Return the command of one way, of "python", or of ZeRO-1."""
+    if way == "zero1":
+        return command(workspace, output_dir, "--lr_scheduler_type", "cosine", *words, *zero(1), launcher="deepspeed")
     line = command(workspace, output_dir, "--lr_scheduler_type", "cosine", *words)
     if way in WAYS:
         processes, flags, size, accumulation = WAYS[way]
         recipe = line[1].replace("pretrain.py", "pipeline.py")
         sizes = ["--per_device_train_batch_size", size, "--gradient_accumulation_steps", accumulation]
         line = [*launcher_command("torchrun", processes), recipe, *line[2:], *flags.split(), *sizes]
-    result = start(line)
+    return line
+
+
+def train(workspace: Path, output_dir: Path, way: str, *words: str) -> list[dict[str, float]]:
+    """Train one way, and return the log entries of its steps."""
+    result = start(command_line(workspace, output_dir, way, *words))
     assert result.returncode == 0, f"{way}: {result.stdout[-4000:]}"
     (output_dir / "printed.txt").write_text(result.stdout)
     entries = [json.loads(text) for text in (output_dir / "log.jsonl").read_text().splitlines()]
@@ -52,8 +62,10 @@ def train(workspace: Path, output_dir: Path, way: str, *words: str) -> list[dict
 
 
 def compare(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
-    for name in ("step", "loss", "learning_rate"):
+    for name in ("loss", "ce_loss", "aux_loss"):
         assert [each[name] for each in found] == pytest.approx([each[name] for each in expected], abs=tolerance), name
+    for name in ("step", "learning_rate", "epoch", "num_input_tokens_seen"):
+        assert [each[name] for each in found] == pytest.approx([each[name] for each in expected], rel=1e-6), name
 
 
 def check_meter(way: str, output_dir: Path) -> None:
@@ -105,3 +117,31 @@ def test_a_run_moves_between_both_recipes(optimizer, workspace, one_process, tmp
         found = train(workspace, tmp_path, way, *words, *resume)
         compare(found, expected, TOLERANCES[optimizer])
     assert len(found) == STEPS
+
+
+def test_new_settings_and_the_state_of_deepspeed_are_taken_as_in_pretraining(workspace, tmp_path):
+    # Under DeepSpeed, Muon has other groups of parameters.
+    words = ["--save_steps", "3", "--logging_steps", "2"]
+    train(workspace, tmp_path / "zero", "zero1", *words, "--max_steps", "3")
+    words += ["--learning_rate", "2e-3", "--allow_inexact_resume", "--save_dtype", "bfloat16"]
+    words += ["--resume_from_checkpoint", str(tmp_path / "zero/checkpoint-3")]
+    runs = {way: train(workspace, tmp_path / way, way, *words)[-2:] for way in ("python", "1f1b")}
+    compare(runs["1f1b"], runs["python"], 2e-3)
+    assert [each["step"] for each in runs["python"]] == [6, 8] and runs["python"][0]["learning_rate"] < 2e-3
+    assert {each.dtype for each in load_file(tmp_path / "1f1b/model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_signal_stops_all_stages_with_a_checkpoint(workspace, tmp_path):
+    line = command_line(workspace, tmp_path, "1f1b", "--max_steps", "900", "--save_steps", "900")
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        printed = next(text for text in process.stdout if text.startswith("step 3/"))
+        ranks = [each for each in psutil.Process(process.pid).children() if "pipeline.py" in " ".join(each.cmdline())]
+        assert len(ranks) == 2, printed
+        ranks[1].send_signal(signal.SIGTERM)
+        printed = process.stdout.read()
+    step = re.search(r"Stopped by SIGTERM after step (\d+). Its checkpoint", printed)[1]
+    assert process.returncode == 1 and printed.count("exitcode  : 143") >= 1
+    assert "SIGTERM" in (tmp_path / "report.html").read_text()
+    # A run that has ended trains no further.
+    words = ["--max_steps", step, "--resume_from_checkpoint", "auto", "--allow_inexact_resume"]
+    assert train(workspace, tmp_path, "1f1b", *words)[-1]["step"] == int(step)

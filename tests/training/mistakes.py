@@ -17,8 +17,10 @@ from hf_pretrain.loading.adapters import AdapterArguments
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
 from hf_pretrain.training import budgets, deepspeed_support, float8, launch, optimizers, resume_check, run, spikes
+from hf_pretrain.training.parsing import parse_args
 from hf_pretrain.training.step_loss import EvaluationSums
 from hf_pretrain.training.training_arguments import LMTrainingArguments
+from recipes import pipeline
 from tests.mistakes import Mistake
 from tests.models import saved_model
 from tests.toys import toy_model
@@ -34,6 +36,11 @@ def typed(flags="", config=None, **launcher):
         parse(tmp_path, "--use_cpu", *flags.split(), config=config)
 
     return make
+
+
+def pipelined(flags="--gradient_accumulation_steps 4"):
+    """Parse a command line of pipelines."""
+    return lambda tmp_path: parse_args(*pipeline.ARGUMENTS, argv=["--output_dir", str(tmp_path), *flags.split()])
 
 
 def overridden(overrides):
@@ -180,6 +187,15 @@ MISTAKES = [
     Mistake("pass --fsdp_size N", typed("--fsdp")),
     Mistake("launch with torchrun and pass --fsdp_size N", typed(USE_FSDP="true")),
     Mistake("needs 2 processes, and 1 run.*--nproc_per_node 2", typed("--fsdp_size 2")),
+    # Pipelines
+    Mistake("--pp_size 2 x .*needs 2 processes, and 1 run.*--nproc_per_node 2", pipelined("--pp_size 2")),
+    Mistake("needs 1 processes, and 1 run.*torchrun", pipelined()),
+    Mistake("--dry_run True has no effect in a pipeline. Leave", pipelined("--dry_run")),
+    Mistake("--preview 1 has no effect in a pipeline. Leave", pipelined("--preview 1")),
+    Mistake("Pass --save_strategy steps or no", pipelined("--save_strategy epoch")),
+    Mistake("greedy evaluates, and a pipeline does not", pipelined("--lr_scheduler_type greedy")),
+    Mistake("as many micro-batches or more.*steps is 1", pipelined("--pp_size 2 --gradient_accumulation_steps 1")),
+    Mistake("a multiple.*is 3", pipelined("--pp_size 2 --gradient_accumulation_steps 3 --pp_schedule interleaved")),
     Mistake("--ep_size 2 must divide --fsdp_size x --tp_size", typed("--ep_size 2")),
     Mistake("torchrun --standalone --nproc_per_node 2", checked(launch.check_device, **TWO_GPUS)),
     Mistake("--tp_size 2 would train", lambda: launch.check_accumulation(SimpleNamespace(**TWO_GPUS), SPLIT)),
