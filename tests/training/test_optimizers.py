@@ -113,8 +113,8 @@ def test_stacked_experts_are_orthogonalized_one_by_one():
 def test_ranks_gather_contiguous_updates(monkeypatch, shape):
     """NCCL refuses other tensors. Gloo, which the other tests use, takes them."""
     sent = []
-    monkeypatch.setattr(optimizers, "num_ranks", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *pair: sent.append(pair))
+    monkeypatch.setattr(optimizers, "num_ranks", lambda _: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *pair, group: sent.append(pair))
     optimizers.orthogonalize_together([torch.randn(shape) for _ in range(3)])
     assert [part.is_contiguous() for pair in sent for part in pair] == [True, True]
 
