@@ -120,8 +120,10 @@ faults: $(VENV)/.installed-test
 
 # A page that runs the newest chat model in a tab of a browser. ARGS="--from MODEL" takes another one.
 web: $(VENV)/.installed-peft
+	rm -rf out/.web
+	$(BIN)/python hf_pretrain_cli.py convert --to out/.web --format web $(ARGS)
 	if [ -f out/web/wllama.wasm ]; then rm -r out/web; fi
-	$(BIN)/python hf_pretrain_cli.py convert --to out/web --format web $(ARGS)
+	mv out/.web out/web
 
 # Train a toy under every launcher and kind of parallelism, and compare losses and weights with one process.
 parallel: $(VENV)/.installed-test

@@ -115,8 +115,9 @@ def make_command(stage: str, words: list[str]) -> tuple[dict[str, str], list[str
         words (`list[str]`): flags of this command and of the recipe, in any order.
     """
     recipe = _shorten(RECIPES / f"{stage}.py")
-    if stage == "serve" and words[:1] and not words[0].startswith("-"):
-        words = ["--model_name_or_path", *words]
+    # An exported page has no model that a server could run.
+    if stage == "serve" and any(Path(word, "wllama.wasm").is_file() for word in words):
+        return {}, [_shorten(Path(sys.executable)), "-m", "hf_pretrain.inference.static_page", *words]
     if stage not in LAUNCHED or asks_for_help(words):
         return {}, [_shorten(Path(sys.executable)), recipe, *words]
     args, rest = make_parser().parse_known_args(words)

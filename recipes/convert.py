@@ -19,6 +19,7 @@ The recipe reads the result back, and compares its logits with the logits of the
 state the largest difference.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from hf_pretrain.runtime.flags import flag
 from hf_pretrain.runtime.parser import parse_flags
 from hf_pretrain.runtime.writing import check_empty
 from hf_pretrain.tokenizer.pretrained import find_tokenizer, load_tokenizer
+from hf_pretrain.weights.browser import check_tokenizer
 from hf_pretrain.weights.exporting import EXPORT_FORMATS, GGUF_TYPES, export
 from hf_pretrain.weights.foreign_configs import UPSTREAM_FIELDS
 from hf_pretrain.weights.upstream_lora import load_merged, write_upstream_lora
@@ -88,14 +90,19 @@ def main(args: ConversionArguments) -> None:
     model, merge = load_merged(args.source, base=args.base, config=config, dtype=args.dtype)
     # If there is no tokenizer beside the weights, the export warns.
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else find_tokenizer(args.base or args.source)
-    repo_id = args.hub_model_id or Path(args.to).name
+    is_page, default = args.format == "web", Path(args.to).name
+    if is_page:
+        check_tokenizer(tokenizer)
+        # The link of one model must not show another one later.
+        default = re.sub(r"[^\w.-]+", "-", Path(args.source).name)
+    repo_id = args.hub_model_id or default
     if args.push:
-        repo_id = create_repository(repo_id, private=args.hub_private_repo, is_space=args.format == "web")
+        repo_id = create_repository(repo_id, private=args.hub_private_repo, is_space=is_page)
     announce("writing the model")
     options = {"dtype": args.dtype, "model_name": Path(args.hub_model_id or args.source).name}
     report = export(model, args.to, args.format, tokenizer=tokenizer, stage=args.stage or "full_sft", **options)
     facts = {"source": args.source, "license": args.hub_license}
-    if args.format == "web":
+    if is_page:
         card = format_page_card(options["model_name"], str(report), **facts)
     else:
         facts |= {"repo_id": repo_id, "format": args.format}
@@ -106,8 +113,8 @@ def main(args: ConversionArguments) -> None:
     print(f"{args.to}: {report}")
     if args.push:
         page = ("*.html", "*.css", "*.js", "*.wasm", "*.txt", "model.*")
-        also = page if args.format == "web" else ("*.gguf", "Modelfile", "*.pth")
-        pushed = push_folder(args.to, repo_id, message=str(report), also=also, is_space=args.format == "web")
+        also = page if is_page else ("*.gguf", "Modelfile", "*.pth")
+        pushed = push_folder(args.to, repo_id, message=str(report), also=also, is_space=is_page)
         print(f"Pushed to {pushed}")
 
 

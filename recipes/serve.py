@@ -37,7 +37,6 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 with one_line_errors():
     from hf_pretrain.inference.inference_arguments import THINK, AnsweringArguments
     from hf_pretrain.inference.serving import check_ports, serve_model
-    from hf_pretrain.inference.static_page import is_page, serve_page
     from hf_pretrain.inference.tools import offer_tools
 
 
@@ -62,10 +61,6 @@ ARGUMENTS = (ServingArguments,)
 
 
 def main(args: ServingArguments) -> None:
-    if is_page(args.model_name_or_path):
-        check_ports(args.host, [args.port])
-        serve_page(args.model_name_or_path, host=args.host, port=args.port)
-        return
     if args.tools and not args.web:
         raise UserError("--tools needs the chat page. Add --web.")
     if not args.use_cpu:

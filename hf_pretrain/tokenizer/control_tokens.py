@@ -287,6 +287,13 @@ class _ControlTokens(NamedTuple):
     beginning: re.Pattern[str]
 
 
+def control_spellings(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the spellings of the control tokens of a tokenizer, the longest first."""
+    template = str(tokenizer.chat_template)
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if _is_control(token, template))
+    return sorted(added, key=len, reverse=True)
+
+
 @lru_cache(maxsize=4)
 def _control_tokens(tokenizer: PreTrainedTokenizerFast) -> _ControlTokens:
     """Return the control tokens of a tokenizer. The cache assumes that it gets no further ones after its first use."""

@@ -20,7 +20,7 @@ from ..loading.native import DEFAULT_SAMPLING, own_sampling
 from ..runtime.command_line import announce
 from ..runtime.errors import UserError
 from ..runtime.writing import locked, written_whole
-from ..tokenizer.control_tokens import check_chat_template, encode_prompt
+from ..tokenizer.control_tokens import check_chat_template, control_spellings, encode_prompt
 from .gguf import FILE_NAME
 
 
@@ -73,6 +73,13 @@ def find_engine(name: str) -> Path:
     return archive
 
 
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast | None) -> None:
+    """Raise `UserError` if a page cannot chat with this tokenizer."""
+    if tokenizer is None:
+        raise UserError("A page needs the tokenizer of its model. Pass --tokenizer.")
+    check_chat_template(tokenizer)
+
+
 def write_page(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, model_name: str
 ) -> None:
@@ -85,7 +92,7 @@ def write_page(
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]): its tokenizer, with a chat template.
         model_name (`str`): the title of the page.
     """
-    check_chat_template(tokenizer)
+    check_tokenizer(tokenizer)
     (directory / "Modelfile").unlink(missing_ok=True)
     parts = _cut(directory / FILE_NAME)
     for engine, (_, files) in ENGINES.items():
@@ -104,14 +111,14 @@ def write_page(
         "context": min(model.config.max_position_embeddings, MOST_POSITIONS),
         "sampling": DEFAULT_SAMPLING | own_sampling(model.generation_config),
         "thinks": len(prompts) > 1,
-        "control_tokens": sorted(map(str, tokenizer.added_tokens_decoder.values()), key=len, reverse=True),
+        "control_tokens": control_spellings(tokenizer),
     }
     text = json.dumps(about, indent=1, ensure_ascii=False)
     (directory / "model.json").write_text(text + "\n", encoding="utf-8")
+    contents = {path: path.read_text(encoding="utf-8") for path in sorted(PAGE.iterdir())}
     # The caches of earlier pages are of no use for another model.
-    version = hashlib.sha256(text.encode() + VERSION.encode()).hexdigest()[:16]
-    for path in PAGE.iterdir():
-        content = path.read_text(encoding="utf-8")
+    version = hashlib.sha256("".join([VERSION, text, *contents.values()]).encode()).hexdigest()[:16]
+    for path, content in contents.items():
         if path.name == "worker.js":
             content = content.replace("VERSION", version)
         (directory / path.name).write_text(content, encoding="utf-8")
@@ -119,14 +126,15 @@ def write_page(
 
 def _cut(path: Path) -> list[dict[str, Any]]:
     """Cut a file into parts of at most `PART_BYTES`, remove it if there are several, and describe them."""
-    size = path.stat().st_size
-    if size <= PART_BYTES:
-        return [{"name": path.name, "bytes": size}]
     parts: list[dict[str, Any]] = []
+    is_one = path.stat().st_size <= PART_BYTES
     with path.open("rb") as file:
         while piece := file.read(PART_BYTES):
-            part = path.with_name(f"{path.name}.{len(parts)}")
-            part.write_bytes(piece)
-            parts.append({"name": part.name, "bytes": len(piece)})
-    path.unlink()
+            part = path if is_one else path.with_name(f"{path.name}.{len(parts)}")
+            if not is_one:
+                part.write_bytes(piece)
+            digest = hashlib.sha256(piece).hexdigest()
+            parts.append({"name": part.name, "bytes": len(piece), "sha256": digest})
+    if not is_one:
+        path.unlink()
     return parts

@@ -144,8 +144,6 @@ class WebFormat(GGUFFormat):
     """A page that runs the GGUF file in a browser tab."""
 
     def write(self, model: MiniMindForCausalLM, directory: Path, **names: Any) -> PreTrainedModel:
-        if names["tokenizer"] is None:
-            raise UserError("A page needs the tokenizer of its model. Pass --tokenizer.")
         written = super().write(model, directory, **names)
         load_named("hf_pretrain.weights.browser:write_page")(
             directory, model, names["tokenizer"], model_name=names["model_name"]

@@ -11,9 +11,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import snapshot_download
 
+from hf_pretrain import MiniMindForCausalLM
 from hf_pretrain.inference.static_page import PageHandler
 from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.hub_server import HubServer, connect
@@ -109,7 +111,7 @@ def test_the_page_thinks_calls_tools_and_knows_its_language(talker, pages, serve
     assert re.search(r"Ready: \d threads", page.inner_text("#status"))
     page.select_option("#thinking", "off")
     assert ask(page, QUESTION) == "It is four."
-    assert re.search(r"\d+ tokens, [\d.]+ per second", page.inner_text("#status"))
+    assert re.search(r"\d+ tokens, [\d.]+ per second", page.inner_text("#speed"))
     page.click("#reset")
     page.select_option("#thinking", "on")
     ask(page, QUESTION)
@@ -119,10 +121,17 @@ def test_the_page_thinks_calls_tools_and_knows_its_language(talker, pages, serve
     assert thoughts.inner_text().split() == ["Thoughts", "add", "them"]
     page.select_option("#thinking", "")
     page.click("#reset")
-    page.fill("#tools", f"[{{ ...{json.dumps(TOOL['function'])}, run: {RUN} }}]")
+    page.fill("#tools", f"[{{ ...{json.dumps(TOOL['function'])}, run: {RUN} }}]; ")
     assert ask(page, WEATHER[0]["content"]) == "It rains in Oslo."
     assert page.locator("#log .tool").all_inner_texts() == ["rain"]
     assert '{"city":"Oslo"}' in page.locator("#log .assistant").first.inner_text().replace(" ", "")
+    # A call that was cut off is shown, and not run; the conversation goes on.
+    page.click("#reset")
+    page.fill("#max_tokens", "12")
+    ask(page, WEATHER[0]["content"])
+    page.fill("#max_tokens", "512")
+    ask(page, QUESTION)
+    assert page.locator("#log .tool, #log .error").all_inner_texts() == []
     # What looks like a control token stays text.
     typed = page.evaluate("async () => (await import('./chat.js')).broken('a<|im_end|>b')")
     tokenizer = load_tokenizer(talker)
@@ -136,9 +145,10 @@ def test_the_page_thinks_calls_tools_and_knows_its_language(talker, pages, serve
     narrow.close()
 
 
-def test_a_page_of_a_plain_server_has_threads_and_works_offline(talker, pages, page):
+@pytest.mark.parametrize("handler", [SimpleHTTPRequestHandler, PageHandler])
+def test_a_page_has_threads_on_any_server_and_works_offline(handler, talker, pages, page):
     directory = pages(talker, "--dtype", "float32")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(directory)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     page.set_default_timeout(TIMEOUT)
     page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
@@ -163,6 +173,38 @@ def test_a_browser_without_new_features_answers_too(talker, pages, serve, page, 
     assert any(url.endswith("wllama-compat.wasm") for url in urls)
 
 
+def test_a_page_without_a_worker_and_with_an_odd_number_of_cores_answers(talker, pages, serve, page, open_page):
+    page.add_init_script("Object.defineProperty(navigator, 'serviceWorker', { get: () => undefined })")
+    page.add_init_script("Object.defineProperty(navigator, 'hardwareConcurrency', { get: () => 11 })")
+    shown = open_page(serve(pages(talker, "--dtype", "float32")))
+    assert shown.inner_text("#status") == "Ready: 5 threads"
+    assert ask(shown, QUESTION) == WITH_THOUGHTS
+
+
+def test_a_new_export_replaces_the_files_that_the_browser_keeps(talker, pages, serve, page, tmp_path):
+    model = MiniMindForCausalLM.from_pretrained(talker)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    model.save_pretrained(tmp_path / "talker")
+    load_tokenizer(talker).save_pretrained(tmp_path / "talker")
+    first, second = (pages(each, "--dtype", "float32") for each in (talker, tmp_path / "talker"))
+    page.set_default_timeout(TIMEOUT)
+    url = serve(Path(shutil.copytree(first, tmp_path / "page")))
+    page.goto(url)
+    page.locator("#load").click()
+    page.locator("#question:enabled").wait_for()
+    shutil.copytree(second, tmp_path / "page", dirs_exist_ok=True)
+    digests = [json.loads((each / "model.json").read_text())["parts"][0]["sha256"] for each in (first, second)]
+    assert digests[0] != digests[1]
+    page.reload()
+    # The worker of the new export loads the page again.
+    page.locator("#load:visible").click()
+    page.locator("#question:enabled").wait_for()
+    kept = "async name => [...new Uint8Array(await crypto.subtle.digest('SHA-256', "
+    kept += "await (await caches.match(name)).arrayBuffer()))]"
+    assert bytes(page.evaluate(kept, "model.gguf")).hex() == digests[1]
+
+
 def test_an_answer_is_stopped(talker, pages, serve, open_page, tmp_path):
     save_rambler(tmp_path / "rambler", talker)
     directory = pages(tmp_path / "rambler", "--dtype", "float32")
@@ -173,6 +215,16 @@ def test_an_answer_is_stopped(talker, pages, serve, open_page, tmp_path):
     shown.keyboard.press("Escape")
     wait_for_end(shown)
     assert len(shown.locator("#log .assistant").inner_text()) > 10
+    # A new conversation stops the answer of the old one.
+    shown.fill("#question", "hi")
+    shown.press("#question", "Enter")
+    shown.wait_for_function("() => document.querySelectorAll('#log .assistant')[1]?.innerText.length > 10")
+    shown.click("#reset")
+    wait_for_end(shown)
+    assert shown.locator("#log article").count() == 0
+    question = "two and two? " * 2000
+    assert "longer than the model's context" in ask(shown, question)
+    assert shown.input_value("#question") == question.strip()
 
 
 def test_a_model_that_is_too_large_and_a_file_say_what_to_do(talker, pages, serve, page, tmp_path):
