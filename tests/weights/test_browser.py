@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.request
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -203,6 +204,18 @@ def test_a_new_export_replaces_the_files_that_the_browser_keeps(talker, pages, s
     kept = "async name => [...new Uint8Array(await crypto.subtle.digest('SHA-256', "
     kept += "await (await caches.match(name)).arrayBuffer()))]"
     assert bytes(page.evaluate(kept, "model.gguf")).hex() == digests[1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_command_serves_a_page_with_the_headers_for_threads(host, talker, pages):
+    directory = pages(talker, "--dtype", "float32")
+    words = [sys.executable, str(ROOT / "hf_pretrain_cli.py"), "serve", str(directory), "--host", host, "--port", "0"]
+    with subprocess.Popen(words, env=cpu_environment(), stdout=subprocess.PIPE, text=True) as process:
+        url = next(filter(None, (re.search(r"http://\S+/", line) for line in process.stdout)))[0]
+        with urllib.request.urlopen(f"{url}model.json") as response:
+            assert response.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
+            assert json.load(response)["parts"]
+        process.terminate()
 
 
 def test_an_answer_is_stopped(talker, pages, serve, open_page, tmp_path):
