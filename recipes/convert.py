@@ -1,5 +1,5 @@
 """
-Convert MiniMind weights of any generation into one of seven formats, and merge adapters into their base models.
+Convert MiniMind weights of any generation into one of eight formats, and merge adapters into their base models.
 
 MiniMind's LoRA files are read and written, too.
 

@@ -20,6 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+# What Ctrl-C does is set before other libraries are imported.
+import hf_pretrain  # noqa: F401
+
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist

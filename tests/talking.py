@@ -1,6 +1,7 @@
 """A toy model that has memorized a few answers: with reasoning, with a tool call, with neither."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import get_json_schema
@@ -10,8 +11,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from hf_pretrain.tokenizer.training import train_tokenizer
 
 
-# llama.cpp drops the type of the result, which would stand in the prompt.
-def get_weather(city: str):
+def get_weather(city: str) -> str:
     """
     Weather.
 
@@ -53,12 +53,20 @@ CONVERSATIONS = [
 ]
 
 
-def train_talker(path: Path, *, num_steps: int = 150) -> None:
-    """Train on the assistant's tokens of `CONVERSATIONS` until the model reproduces them; save model and tokenizer."""
+def train_talker(path: Path, *, num_steps: int = 150, tool: dict[str, Any] = TOOL) -> None:
+    """
+    Train on the assistant's tokens of `CONVERSATIONS` until the model reproduces them; save model and tokenizer. The
+    prompts describe `tool`.
+    """
     texts = [str(messages) for messages, _ in CONVERSATIONS if messages is not CHINESE] * 3
     tokenizer = train_tokenizer(texts, vocab_size=500)
     rows = [
-        tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
+        tokenizer.apply_chat_template(
+            messages,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **options | ({"tools": [tool]} if "tools" in options else {}),
+        )
         for messages, options in CONVERSATIONS
     ]
     length = max(len(row["input_ids"]) for row in rows)

@@ -66,6 +66,8 @@ def commands(page: str) -> tuple[str, ...]:
 
 def parse_recipe(words: list[str]) -> None:
     path, *flags = words
+    # A page that `convert --format web` writes.
+    flags = [flag for flag in flags if not (path == "recipes/serve.py" and flag == "out/web")]
     try:
         if (stage := Path(path).stem) in STAGES:
             flags = translate_minimind(flags, stage)

@@ -22,7 +22,7 @@ from hf_pretrain.tokenizer.pretrained import load_tokenizer
 from tests.hub_server import HubServer, connect
 from tests.invariants.launching import ROOT, cpu_environment
 from tests.models import toy_model
-from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler
+from tests.talking import CHINESE, SUM, TOOL, WEATHER, save_rambler, train_talker
 
 
 pytestmark = pytest.mark.slow
@@ -31,6 +31,15 @@ QUESTION = SUM[0]["content"]
 # The model thinks unless told otherwise, and its thoughts are folded.
 WITH_THOUGHTS = "Thoughts\nIt is four."
 RUN = '({ city }) => city === "Oslo" ? "rain" : "sun"'
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """Return a talker whose prompts describe its tool as llama.cpp does: without the type of the result."""
+    path = tmp_path_factory.mktemp("talker")
+    function = {name: value for name, value in TOOL["function"].items() if name != "return"}
+    train_talker(path, tool=TOOL | {"function": function})
+    return path
 
 
 @pytest.fixture
