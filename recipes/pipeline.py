@@ -39,6 +39,7 @@ from hf_pretrain.checkpoints.writer import CheckpointWriter, cast_files, checkpo
 from hf_pretrain.loading.adapters import AdapterArguments
 from hf_pretrain.loading.model import load_model
 from hf_pretrain.loading.model_arguments import ModelArguments
+from hf_pretrain.model.modeling_minimind import MiniMindForCausalLM
 from hf_pretrain.rows.data_arguments import DataArguments
 from hf_pretrain.rows.preparation import PreparedData, load_rows
 from hf_pretrain.rows.row_source import PaddingRowCollator, is_stream, pad_rows
@@ -156,7 +157,10 @@ class Order:
 ARGUMENTS = (ModelArguments, DataArguments, PipelineArguments)
 
 
-def main(model_args: ModelArguments, data_args: DataArguments, args: PipelineArguments):
+def prepare(
+    model_args: ModelArguments, data_args: DataArguments, args: PipelineArguments
+) -> tuple[Run, PreparedData, MiniMindForCausalLM]:
+    """Return the run, its rows and its model, as pretraining prepares them."""
     # A resume compares all arguments of pretraining.
     run = begin_run("pretrain", args, model_args, AdapterArguments(), data_args, EvalTaskArguments())
     is_named = model_args.tokenizer_name(run.checkpoint) or model_args.add_tokens
@@ -172,7 +176,11 @@ def main(model_args: ModelArguments, data_args: DataArguments, args: PipelineArg
     settle(run, rows, model)
     # torch's stages need batches of one shape.
     rows.collator.max_length = data_args.max_length
+    return run, rows, model
 
+
+def main(model_args: ModelArguments, data_args: DataArguments, args: PipelineArguments):
+    run, rows, model = prepare(model_args, data_args, args)
     mesh = init_device_mesh(args.device.type, args.mesh_sizes, mesh_dim_names=("pp", "dp", "tp"))
     optimizer, per_rank = PipelineOptimizer(model, args), 2 if args.pp_schedule == "interleaved" else 1
     shape = (args.per_device_train_batch_size, data_args.max_length)

@@ -145,3 +145,15 @@ def test_a_signal_stops_all_stages_with_a_checkpoint(workspace, tmp_path):
     # A run that has ended trains no further.
     words = ["--max_steps", step, "--resume_from_checkpoint", "auto", "--allow_inexact_resume"]
     assert train(workspace, tmp_path, "1f1b", *words)[-1]["step"] == int(step)
+
+
+def test_a_loss_that_is_not_finite_stops_all_stages(workspace, tmp_path):
+    line = command_line(workspace, tmp_path / "run", "1f1b")
+    place = line.index("--model_name_or_path")
+    # Such weights overflow in the first step.
+    overflowing = ["--preset", "tiny", "--tokenizer_name_or_path", line[place + 1]]
+    overflowing += ["--config_overrides", "initializer_range=1e18"]
+    result = start([*line[:place], *overflowing, *line[place + 2 :]])
+    assert result.returncode == 65, result.stdout[-3000:]
+    assert "in step 1. The run stopped before it saved anything" in result.stdout
+    assert not list((tmp_path / "run").glob("**/*.safetensors"))
